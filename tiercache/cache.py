@@ -1,0 +1,340 @@
+"""The core of one share of the tiers: requests come in, leases and reservations go out.
+
+Sans-I/O: nothing here waits, copies bytes, starts a thread or reads a clock. `tiercache.moves` plans what should move; the
+layers above execute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from tiercache.changes import Reason
+from tiercache.leases import Lease, Reservation, Session
+from tiercache.moves import Moves
+from tiercache.policy import LRU, PolicyFactory
+from tiercache.residency import Residency, Space
+from tiercache.slots import Slots
+from tiercache.stats import Stats
+from tiercache.table import rows
+from tiercache.tree import Node, ancestry, path
+from tiercache.types import Tier
+
+
+class Cache:
+    """Tree, tiers and claims for blocks of one geometry.
+
+    `tiers` is fastest first, `slots` their pools; `durable` are the tiers that outlive the process, all others can be written
+    and read in place. A session may lease `lease_share` of a tier. `batch_blocks` bounds one transfer to a durable tier.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        slots: Mapping[Tier, Slots],
+        *,
+        durable: Sequence[Tier] = (),
+        policy: PolicyFactory = LRU,
+        batch_blocks: int = 64,
+        lease_share: float = 1.0,
+    ) -> None:
+        self.tiers = tuple(tiers)
+        pools = [slots[tier] for tier in tiers]
+        self.residency = Residency(tiers, pools, [tier in durable for tier in tiers], policy)
+        self.stats = Stats(self.tiers)
+        self.moves = Moves(self.residency, self.stats, batch_blocks=batch_blocks)
+        self.residency.listeners.append(self.stats.changed)
+        self.sessions: set[Session] = set()
+        self.pending: dict[tuple[Node, bytes], Reservation] = {}
+        """Reservations with blocks still to come, by the node they follow and their first symbol."""
+        self._limits = [max(1, int(pool.capacity * lease_share)) for pool in pools]
+        self._session_number = 0
+
+    # --- sessions ---------------------------------------------------------------------------------------------------------
+
+    def begin_session(self) -> Session:
+        """Return a new session."""
+        self._session_number += 1
+        session = Session(self._session_number, len(self.tiers))
+        self.sessions.add(session)
+        return session
+
+    def end_session(self, session: Session) -> None:
+        """End a session: its reservations and leases end with it."""
+        for reservation in list(session.reservations):
+            self.close(reservation)
+        for lease in list(session.leases):
+            self.release(lease)
+        self.sessions.discard(session)
+
+    # --- readers ----------------------------------------------------------------------------------------------------------
+
+    def match(self, session: Session, space: Space, key: bytes, *, count: bool = True, charged: bool = True) -> Lease:
+        """Find the longest cached prefix of `key` and take a lease on it, in one step.
+
+        Only as much is leased as the session's share of each tier allows. `count=False` keeps it out of the hit rates, for
+        requests that are not a reader's; `charged=False` out of the session's share, for the steps of one call. A lease of
+        zero blocks is as good as another.
+        """
+        node, part, total = space.tree.walk(key)
+        if part < len(node.blocks):
+            node = self.residency.split(node, part)
+        if charged:
+            node, total = self._clip(session, node, total)
+        lease = self._lease(session, space, node, key[: total * space.tree.stride], charged=charged)
+        if count:
+            self.stats.matched(len(key) // space.tree.stride, self.tiers_of(lease))
+        return lease
+
+    def covered(self, space: Space, key: bytes) -> int:
+        """Return how many leading blocks of `key` are cached. Takes no lease and changes nothing."""
+        return space.tree.walk(key)[2]
+
+    def shorten(self, lease: Lease, blocks: int) -> None:
+        """Keep the first `blocks` blocks of a lease and release the rest."""
+        if blocks >= lease.blocks:
+            return
+        end, rest = lease.node, lease.blocks - blocks
+        node = end
+        while rest >= len(node.blocks) and node.parent is not None and node.parent.parent is not None and rest > 0:
+            rest -= len(node.blocks)
+            node = node.parent
+        if blocks == 0:
+            node = lease.space.tree.root
+        elif rest:
+            node = self.residency.split(node, len(node.blocks) - rest)
+        self.residency.release(end, stop=node)
+        lease.node, lease.key = node, lease.key[: blocks * lease.space.tree.stride]
+        self._recharge(lease)
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. Ending it again does nothing."""
+        if lease.released:
+            return
+        lease.released = True
+        self.residency.release(lease.node)
+        lease.session.leases.discard(lease)
+        for position, blocks in enumerate(lease.charge):
+            lease.session.leased[position] -= blocks
+
+    def tiers_of(self, lease: Lease) -> dict[int, int]:
+        """Return how many of the lease's blocks have their fastest copy at each tier position."""
+        found: dict[int, int] = {}
+        for node in ancestry(lease.node):
+            tag = node.tag
+            if tag is not None:
+                found[tag] = found.get(tag, 0) + len(node.blocks)
+        return found
+
+    def allowance(self, session: Session, position: int) -> int:
+        """Return how many more blocks of the tier the session may lease."""
+        return max(0, self._limits[position] - session.leased[position])
+
+    def charge(self, lease: Lease) -> None:
+        """Charge the lease for the tiers that its blocks are in now, after a promotion."""
+        if not lease.released:
+            self._recharge(lease)
+
+    # --- writers ----------------------------------------------------------------------------------------------------------
+
+    def reserve(self, session: Session, space: Space, key: bytes, *, after: Lease | None, position: int) -> Reservation:
+        """Take slots for the blocks of `key` that are not cached, after what is.
+
+        `after` is a lease on a prefix of the key (None: on nothing). The first slots are in the tier at `position`, or the
+        fastest tier that holds the block before them, when that is slower; where a tier has too few free slots the rest goes
+        further down. The answer comes at once with what there was: `reservation.blocks` may be fewer than asked for, and
+        none while another session writes the same blocks (`pending`).
+        """
+        stride = space.tree.stride
+        at = len(after.key) if after is not None else 0
+        node, part, more = space.tree.walk(key, after=after.node if after is not None else None, at=at)
+        if part < len(node.blocks):
+            node = self.residency.split(node, part)
+        at += more * stride
+        lease = self._lease(session, space, node, key[:at], charged=False)
+        rest = key[at : len(key) - len(key) % stride]
+        reservation = Reservation(lease=lease, key=rest, blocks=self.residency.table.allocate(0), places=[], present=at // stride)
+        session.reservations.add(reservation)
+        if not rest or not node.alive:
+            return reservation
+        other = self.pending.get((node, rest[:stride]))
+        if other is not None:
+            reservation.other = other
+            reservation.pending = _common_blocks(other.key[other.committed * stride :], rest, stride)
+            reservation.key = b""
+            return reservation
+        self._take_places(reservation, len(rest) // stride, max(position, node.tag or 0))
+        if reservation.places:
+            self.pending[node, rest[:stride]] = reservation
+        return reservation
+
+    def commit(self, reservation: Reservation, upto: int, checksums: Sequence[int]) -> int:
+        """Hang the reserved blocks before block `upto` into the tree; `checksums` are those of the blocks not yet committed.
+
+        From then on the bytes belong to the cache. Returns how many blocks of the reservation are committed in all: fewer
+        than `upto` when what they follow has left the tree (a delete or clear came between).
+        """
+        assert not reservation.closed and reservation.committed <= upto <= len(reservation.blocks)
+        stride = reservation.lease.space.tree.stride
+        first = reservation.committed
+        self._withdraw(reservation)
+        self.residency.table.checksum[rows(reservation.blocks[first:upto])] = checksums
+        for position, run in groupby(range(first, upto), key=lambda block: reservation.places[block][0]):
+            parent = reservation.lease.node
+            if not parent.alive:
+                break
+            numbers = list(run)
+            low, high = numbers[0], numbers[-1] + 1
+            blocks = reservation.blocks[low:high]
+            key = reservation.key[low * stride : high * stride]
+            slots = [slot for _, slot in reservation.places[low:high]]
+            reservation.lease.node = self.residency.plant(parent, key, blocks, position, slots, Reason.INSERT)
+            reservation.lease.key += key
+            reservation.committed = high
+        if reservation.committed < len(reservation.blocks) and reservation.lease.node.alive:
+            self._announce(reservation)
+        self.charge(reservation.lease)
+        return reservation.committed
+
+    def close(self, reservation: Reservation) -> None:
+        """Give back what was reserved and not committed, and end the reservation's lease. Closing it again does nothing."""
+        if reservation.closed:
+            return
+        reservation.closed = True
+        self._withdraw(reservation)
+        unused = reservation.blocks[reservation.committed :]
+        for position, slot in reservation.places[reservation.committed :]:
+            self.residency.slots[position].give([slot])
+        if len(unused):
+            self.residency.table.free(unused)
+        reservation.lease.session.reservations.discard(reservation)
+        self.release(reservation.lease)
+        for call in reservation.on_close:
+            call()
+
+    # --- taking away --------------------------------------------------------------------------------------------------------
+
+    def delete(self, space: Space, key: bytes) -> int:
+        """Remove the prompt `key`, what continues it, and those of its blocks that no other prompt shares.
+
+        A later match finds at most the shared part, at once. A prompt that is a beginning of this one counts as part of it.
+        Returns how many blocks of the prompt were removed.
+        """
+        node, part, total = space.tree.walk(key)
+        whole = total == len(key) // space.tree.stride
+        if total == 0 or (not whole and (part < len(node.blocks) or node.children)):
+            return 0  # where the prompt leaves the tree, others go on: all that is here is theirs, too
+        if part < len(node.blocks):
+            node = self.residency.split(node, part)
+        removed = len(node.blocks)
+        while node.parent is not None and node.parent.parent is not None and len(node.parent.children or ()) == 1:
+            node = node.parent
+            removed += len(node.blocks)
+        self.residency.remove(node, Reason.DELETE)
+        return removed
+
+    def clear(self, space: Space) -> int:
+        """Remove all blocks of a namespace and return how many there were."""
+        removed = 0
+        for child in list((space.tree.root.children or {}).values()):
+            removed += self._count(child)
+            self.residency.remove(child, Reason.DELETE)
+        return removed
+
+    def distrust(self, lease: Lease, block: int) -> None:
+        """Remove block number `block` of a lease, and what follows it, because its bytes failed a check."""
+        nodes = path(lease.node)
+        for node in nodes:
+            if block < len(node.blocks):
+                if node.alive:
+                    if block:
+                        self.residency.split(node, block)  # the old object is the tail
+                    self.residency.remove(node, Reason.UNTRUSTED)
+                return
+            block -= len(node.blocks)
+
+    def lose_block(self, node: Node, block: int) -> None:
+        """Remove block id `block`, which `node` names, and what follows it: the store does not have it."""
+        at = node.blocks.index(block)
+        if at:
+            self.residency.split(node, at)  # the old object is the tail
+        self.residency.remove(node, Reason.UNTRUSTED)
+
+    # --- inside -------------------------------------------------------------------------------------------------------------
+
+    def _lease(self, session: Session, space: Space, node: Node, key: bytes, *, charged: bool) -> Lease:
+        lease = Lease(session=session, space=space, node=node, key=key, charge=[0] * len(self.tiers), charged=charged)
+        self.residency.hold(ancestry(node))
+        session.leases.add(lease)
+        self._recharge(lease)
+        return lease
+
+    def _recharge(self, lease: Lease) -> None:
+        if not lease.charged:
+            return
+        charge = [0] * len(self.tiers)
+        for position, blocks in self.tiers_of(lease).items():
+            charge[position] = blocks
+        for position, blocks in enumerate(charge):
+            lease.session.leased[position] += blocks - lease.charge[position]
+        lease.charge = charge
+
+    def _clip(self, session: Session, node: Node, total: int) -> tuple[Node, int]:
+        """Return the part of the path to `node` that the session may still lease, and its length in blocks."""
+        room = [self.allowance(session, position) for position in range(len(self.tiers))]
+        if total <= min(room):
+            return node, total
+        kept = 0
+        last = node.space.tree.root
+        for step in path(node):
+            tag = step.tag
+            assert tag is not None
+            fits = min(len(step.blocks), room[tag])
+            if fits < len(step.blocks):
+                self.stats.clipped(total - kept - fits)
+                return (self.residency.split(step, fits), kept + fits) if fits else (last, kept)
+            room[tag] -= fits
+            kept += fits
+            last = step
+        return node, total
+
+    def _take_places(self, reservation: Reservation, count: int, position: int) -> None:
+        residency = self.residency
+        policy = reservation.lease.space.policy
+        places: list[tuple[int, int]] = []
+        while len(places) < count and position < len(self.tiers) and not residency.durable[position]:
+            if policy.admit(position, count - len(places)):
+                places.extend((position, slot) for slot in residency.slots[position].take(count - len(places)))
+            position += 1
+        reservation.places = places
+        reservation.blocks = residency.table.allocate(len(places))
+        reservation.key = reservation.key[: len(places) * reservation.lease.space.tree.stride]
+
+    def _announce(self, reservation: Reservation) -> None:
+        stride = reservation.lease.space.tree.stride
+        at = reservation.committed * stride
+        self.pending[reservation.lease.node, reservation.key[at : at + stride]] = reservation
+
+    def _withdraw(self, reservation: Reservation) -> None:
+        stride = reservation.lease.space.tree.stride
+        at = reservation.committed * stride
+        place = (reservation.lease.node, reservation.key[at : at + stride])
+        if self.pending.get(place) is reservation:
+            del self.pending[place]
+
+    @staticmethod
+    def _count(top: Node) -> int:
+        count = 0
+        stack = [top]
+        while stack:
+            node = stack.pop()
+            count += len(node.blocks)
+            stack.extend((node.children or {}).values())
+        return count
+
+
+def _common_blocks(left: bytes, right: bytes, stride: int) -> int:
+    count = 0
+    while left[count * stride : (count + 1) * stride] == right[count * stride : (count + 1) * stride] != b"":
+        count += 1
+    return count

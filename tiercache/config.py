@@ -1,0 +1,155 @@
+"""The configuration: one frozen value, from TOML or from arguments; unknown keys are refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from tiercache.errors import InvalidConfig
+from tiercache.sizes import parse_size
+from tiercache.types import Tier
+
+
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tier: its name and its capacity, such as `TierConfig(tier="DRAM", capacity="2 GiB")`."""
+
+    tier: str
+    capacity: str | int
+
+    @property
+    def place(self) -> Tier:
+        """The tier."""
+        return Tier[self.tier]
+
+    @property
+    def bytes(self) -> int:
+        """Capacity in bytes."""
+        return parse_size(self.capacity)
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fraction of every tier that blocks of `block_bytes` bytes get."""
+
+    block_bytes: int
+    fraction: float
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a cache is made of. Sizes are bytes or text such as `64 MiB`; times carry their unit in the name."""
+
+    tiers: tuple[TierConfig, ...]
+    """Fastest first; any of HBM, DRAM, SSD, each at most once."""
+    device: str = "cpu"
+    """Where the HBM tier lies. `cpu`: host memory in its place."""
+    directory: str | None = None
+    """The SSD tier's directory. None: `tiercache` under XDG_DATA_HOME."""
+    shares: tuple[Share, ...] = ()
+    """Who gets which part of the tiers, by block size in bytes. Empty: the first model that opens has all of it."""
+    codec: str = "raw"
+    """How blocks lie on SSD: `raw`, or `zstd` (lossless, worth it for 16-bit types)."""
+    admit_ms: int = 500
+    """How long an insert waits for room."""
+    promote_ms: int = 2000
+    """How long a promotion waits for room."""
+    watermark_low: float = 0.02
+    """Below this fraction of free slots a tier is drained in the background …"""
+    watermark_high: float = 0.05
+    """… up to this one."""
+    lease_share: float = 0.9
+    """The fraction of a tier that one session may lease."""
+    drain_seconds: float = 30.0
+    """How long closing may write down what is not on SSD yet."""
+    batch_bytes: str | int = "32 MiB"
+    """How much one write transaction of the SSD tier takes."""
+    copy_threads: int = 2
+    """Threads that copy between memories."""
+    read_threads: int = 2
+    """Threads that read from SSD."""
+    max_tokens: int = 1 << 20
+    """The longest prompt, in tokens."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @classmethod
+    def from_toml(cls, source: str | os.PathLike[str]) -> Config:
+        """Return the configuration in the TOML file `source`.
+
+        Raises InvalidConfig, naming the key, for a key that does not exist or a value that cannot be.
+        """
+        path = Path(source)
+        try:
+            return msgspec.toml.decode(path.read_bytes(), type=cls)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise InvalidConfig(f"{path}: {error}", path=str(path)) from error
+        except OSError as error:
+            raise InvalidConfig(f"{path}: {error.strerror}", path=str(path)) from error
+
+    @classmethod
+    def of(
+        cls, *, hbm: str | int | None = None, dram: str | int | None = None, ssd: str | int | None = None, **fields: object
+    ) -> Config:
+        """Return a configuration with the named tiers; a tier that is None is left out."""
+        sizes = {"HBM": hbm, "DRAM": dram, "SSD": ssd}
+        tiers = tuple(TierConfig(tier=name, capacity=size) for name, size in sizes.items() if size is not None)
+        return cls(tiers=tiers, **fields)  # type: ignore[arg-type]
+
+    @property
+    def path(self) -> Path:
+        """The SSD tier's directory."""
+        if self.directory is not None:
+            return Path(self.directory).expanduser()
+        home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+        return Path(home).expanduser() / "tiercache"
+
+
+def _check(config: Config) -> None:
+    names = [tier.tier for tier in config.tiers]
+    known = [tier.name for tier in sorted(Tier, reverse=True)]
+    for name in names:
+        if name not in known:
+            raise InvalidConfig(f"tiers: {name!r} is not a tier; the tiers are {', '.join(known)}", field="tiers", value=name)
+    if not names:
+        raise InvalidConfig("tiers: at least one tier is needed", field="tiers", value=names)
+    if names != [name for name in known if name in names]:
+        raise InvalidConfig(
+            f"tiers: must be listed fastest first and once each, not {', '.join(names)}", field="tiers", value=names
+        )
+    for tier in config.tiers:
+        parse_size(tier.capacity)
+    parse_size(config.batch_bytes)
+    if config.device != "cpu":
+        raise InvalidConfig(
+            f"device: {config.device!r} is not available in this version; use 'cpu'", field="device", value=config.device
+        )
+    if config.codec not in ("raw", "zstd"):
+        raise InvalidConfig(f"codec: must be 'raw' or 'zstd', not {config.codec!r}", field="codec", value=config.codec)
+    for name, low, high in (
+        ("admit_ms", 0, 600_000),
+        ("promote_ms", 0, 600_000),
+        ("drain_seconds", 0, 86_400),
+        ("copy_threads", 1, 64),
+        ("read_threads", 1, 64),
+        ("max_tokens", 1, 1 << 26),
+        ("watermark_low", 0, 0.5),
+        ("watermark_high", 0, 0.5),
+        ("lease_share", 0, 1),
+    ):
+        value = getattr(config, name)
+        if not low <= value <= high:
+            raise InvalidConfig(f"{name}: must lie between {low} and {high}, not {value}", field=name, value=value)
+    if config.watermark_low > config.watermark_high:
+        raise InvalidConfig(
+            f"watermark_low ({config.watermark_low}) lies above watermark_high ({config.watermark_high})", field="watermark_low"
+        )
+    total = 0.0
+    for share in config.shares:
+        if not 0 < share.fraction <= 1 or share.block_bytes < 1:
+            raise InvalidConfig(f"shares: fraction must lie in (0, 1] and block_bytes above 0, not {share}", field="shares")
+        total += share.fraction
+    if total > 1.000001:
+        raise InvalidConfig(f"shares: the fractions add up to {total:g}; the limit is 1", field="shares", value=total)
+    if len({share.block_bytes for share in config.shares}) != len(config.shares):
+        raise InvalidConfig("shares: block_bytes is listed twice", field="shares")

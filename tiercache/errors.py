@@ -1,0 +1,137 @@
+"""Every exception that tiercache raises.
+
+    TierCacheError
+    ├── InvalidInput            the caller's value is wrong; nothing changed           (also a ValueError)
+    │   ├── InvalidTokens       token ids that are not non-negative 32-bit integers
+    │   ├── InvalidTensor       a tensor of the wrong shape, dtype or device
+    │   ├── InvalidSpec         a KVSpec or Namespace field that cannot be
+    │   │   ├── UnsupportedSpec     a kind of attention or a world size that this version does not store
+    │   │   └── SpecMismatch        the namespace is open with another spec
+    │   ├── InvalidStart        a start that is not a block boundary or not cached
+    │   └── InvalidConfig       a configuration that cannot be: unknown key, impossible value
+    ├── Refused                 the request is well formed, the house can't serve it
+    │   ├── NoShare             no share of the tiers for blocks of this size
+    │   ├── TierTooSmall        a tier can't hold one block
+    │   ├── MemoryRefused       host memory that can't be had (cgroup limit, memfd, lock limit)
+    │   └── DirectoryRefused    a data directory that can't be used
+    │       └── DirectoryLocked     a live process owns it
+    ├── LeaseError              a claim that no longer holds
+    │   ├── LeaseReleased       used after its end
+    │   ├── LeaseLost           the slot was reused while a copying read ran
+    │   └── StaleHandle         the house that gave it is gone
+    ├── StoreError              a durable store failed
+    │   ├── Untrusted           a record or slot whose bytes can't be trusted; carries the reason
+    │   └── StoreFull           no room on the device or in the map
+    ├── Closed                  the cache is closed
+    └── AuditFailed             check() found the books wrong
+
+Errors carry fields, not only text. Foreign errors (OSError, lmdb.Error) are translated where they arise, with `raise … from`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class TierCacheError(Exception):
+    """The root of the tree. `fields` holds what the message was made of."""
+
+    def __init__(self, message: str, /, **fields: Any) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+
+class InvalidInput(TierCacheError, ValueError):
+    """The caller's value is wrong; nothing changed."""
+
+
+class InvalidTokens(InvalidInput):
+    """Token ids that are not non-negative 32-bit integers."""
+
+
+class InvalidTensor(InvalidInput):
+    """A tensor of the wrong shape, dtype or device."""
+
+
+class InvalidSpec(InvalidInput):
+    """A field of a KVSpec or Namespace that cannot be."""
+
+
+class UnsupportedSpec(InvalidSpec):
+    """A kind of attention or a world size that this version does not store."""
+
+
+class SpecMismatch(InvalidSpec):
+    """The namespace is open with another spec."""
+
+
+class InvalidStart(InvalidInput):
+    """A start that is not a block boundary, or beyond what is cached."""
+
+
+class InvalidConfig(InvalidInput):
+    """A configuration that cannot be."""
+
+
+class Refused(TierCacheError):
+    """The request is well formed, but the house can't serve it."""
+
+
+class NoShare(Refused):
+    """No share of the tiers for blocks of this size."""
+
+
+class TierTooSmall(Refused):
+    """A tier can't hold one block."""
+
+
+class MemoryRefused(Refused):
+    """Host memory that can't be had."""
+
+
+class DirectoryRefused(Refused):
+    """A data directory that can't be used."""
+
+
+class DirectoryLocked(DirectoryRefused):
+    """A live process owns the data directory; `fields["pid"]` names it when known."""
+
+
+class LeaseError(TierCacheError):
+    """A claim that no longer holds."""
+
+
+class LeaseReleased(LeaseError):
+    """A lease or a reservation was used after its end."""
+
+
+class LeaseLost(LeaseError):
+    """The slot was reused while a copying read ran; nothing was handed out."""
+
+
+class StaleHandle(LeaseError):
+    """The house that gave this handle is gone."""
+
+
+class StoreError(TierCacheError):
+    """A durable store failed."""
+
+
+class Untrusted(StoreError):
+    """Bytes that can't be trusted. `reason` is one word for the counters, such as `checksum` or `absent`."""
+
+    def __init__(self, reason: str, message: str, /, **fields: Any) -> None:
+        super().__init__(message, reason=reason, **fields)
+        self.reason = reason
+
+
+class StoreFull(StoreError):
+    """No room on the device or in the map."""
+
+
+class Closed(TierCacheError):
+    """The cache is closed, or closing."""
+
+
+class AuditFailed(TierCacheError):
+    """`check()` found the books wrong; `fields["faults"]` lists every fault."""

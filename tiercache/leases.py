@@ -1,0 +1,73 @@
+"""Claims on blocks: leases of readers, reservations of writers, and the session that owns both."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tiercache.residency import Space
+from tiercache.tree import Node
+
+
+class Session:
+    """Who holds leases and reservations; when it ends, they end.
+
+    `leased[position]` is how many blocks of a tier its leases claim, a block once for each lease.
+    """
+
+    __slots__ = ("leased", "leases", "number", "reservations")
+
+    def __init__(self, number: int, tiers: int) -> None:
+        self.number = number
+        self.leased = [0] * tiers
+        self.leases: set[Lease] = set()
+        self.reservations: set[Reservation] = set()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Lease:
+    """A reader's claim on the path from the root to the end of `node`: none of its copies goes away.
+
+    `key` is the packed key that it covers. `charge[position]` is what the session is charged for it; a lease that only lasts
+    as long as one of the house's own steps (`charged` is False) costs nothing.
+    """
+
+    session: Session
+    space: Space
+    node: Node
+    key: bytes
+    charge: list[int]
+    charged: bool = True
+    released: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks it covers."""
+        return len(self.key) // self.space.tree.stride
+
+    def ended(self) -> bool:
+        """Return whether it has ended."""
+        return self.released
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Reservation:
+    """Slots for new blocks that come after a lease's path; they are the writer's until they are committed or given back.
+
+    `key` is the packed key of the new blocks, `places` tier position and slot of each, `present` how many blocks of the
+    prompt were already cached, `pending` how many of those after them another session is writing now.
+    """
+
+    lease: Lease
+    key: bytes
+    blocks: array[int]
+    places: list[tuple[int, int]]
+    present: int
+    pending: int = 0
+    committed: int = 0
+    closed: bool = False
+    other: Reservation | None = field(default=None, repr=False)
+    """The reservation that holds the pending blocks."""
+    on_close: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    """Called when it ends, for those who wait for its blocks."""

@@ -1,0 +1,383 @@
+"""What should move: room, promotions, copies to a durable tier; and what a finished move changes.
+
+Plans are made and committed here, in steps that never wait; `tiercache.storage.mover` executes them in between. A plan
+reserves its destination slots, marks its nodes, and from then on owns both until `complete` takes its report: a caller that
+goes away changes nothing about it.
+
+Room is made strictly downwards. A tier's spare copies go first, then the policy's victims: one with a copy further down just
+loses the upper one, another is copied down first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+
+from tiercache.changes import Reason
+from tiercache.keys import ROOT_KEY
+from tiercache.residency import Residency
+from tiercache.stats import Stats
+from tiercache.table import rows
+from tiercache.transfer import Discard, Report, State, Transfer
+from tiercache.tree import BLOCK_IDS, Node, ancestry
+
+Work = Transfer | Discard
+_TRIES = 32
+"""Victims in a row that could not be moved before a call for room gives up."""
+
+
+class Moves:
+    """Plans and commits the moves of one residency. `batch_blocks` is the most that one transfer to a durable tier takes."""
+
+    def __init__(self, residency: Residency, stats: Stats, *, batch_blocks: int) -> None:
+        self.residency = residency
+        self._stats = stats
+        self.flying: dict[int, Work] = {}
+        """Planned and not yet complete, by number."""
+        self.leaving = [0] * len(residency.tiers)
+        """Slots of each tier that moves in flight will free when they succeed."""
+        self.refusing: set[int] = set()
+        """Positions of tiers whose store fails: nothing is planned into them."""
+        self._batch = max(1, batch_blocks)
+        self._number = 0
+
+    # --- room -----------------------------------------------------------------------------------------------------------
+
+    def make_room(self, position: int, want: int, *, drop: bool = False, spare: bool = True) -> list[Work]:
+        """Free slots of the tier until `want` are free or will be, and return the moves that this needs.
+
+        What can be freed at once is free when the call returns; the rest when the returned moves have completed. An empty
+        list with fewer than `want` free slots, and nothing in flight, means that no more room can be had: everything else is
+        in use. With `drop`, a victim that the tier below can't take now is evicted and counted.
+        """
+        residency = self.residency
+        pool = residency.slots[position]
+        work: list[Work] = []
+        bottom = position + 1 == len(residency.tiers)
+        if not bottom:
+            self._drop_spare(position, want)
+        stuck = 0
+        for node in self._victims(position):
+            lack = want - pool.free - self.leaving[position]
+            if lack <= 0 or stuck == _TRIES:
+                break
+            if bottom:
+                residency.remove(self._tail(node, lack), Reason.EVICT)
+                self._collect_waste(position, work)
+            elif not self._push_down(node, position, lack, work, drop=drop):
+                stuck += 1
+        if bottom and spare:
+            self._drop_spare(position, want)
+        work.extend(self.take_waste())
+        return work
+
+    def _victims(self, position: int) -> Iterator[Node]:
+        return (node for node in self.residency.payers.victims(position) if self.residency.is_free_to_lose(node, position))
+
+    def _drop_spare(self, position: int, want: int) -> None:
+        residency, pool = self.residency, self.residency.slots[position]
+        spare = residency.spare[position]
+        passed: list[Node] = []
+        while spare and (lack := want - pool.free - self.leaving[position] - len(residency.waste[position])) > 0:
+            node, _ = spare.popitem(last=False)
+            if not residency.is_free_to_lose(node, position):
+                passed.append(node)
+                continue
+            spare[node] = None
+            node = self._tail(node, lack)
+            residency.lose(node, position, Reason.DEMOTE)
+        for node in passed:
+            spare[node] = None
+
+    def _push_down(self, node: Node, position: int, lack: int, work: list[Work], *, drop: bool) -> bool:
+        """Free up to `lack` slots of the tier from the tail of `node`, or plan to; return whether that went forward."""
+        residency = self.residency
+        if residency.has_place_below(node, position):
+            residency.lose(self._tail(node, lack), position, Reason.DEMOTE)
+            return True
+        below = position + 1
+        if below not in self.refusing and self._plan_down(node, position, below, lack, work, drop=drop):
+            return True
+        # What makes room below may have taken the node itself.
+        if not drop or node.children is not None or not residency.is_free_to_lose(node, position):
+            return False
+        residency.remove(self._tail(node, lack), Reason.DROP)
+        return True
+
+    def _plan_down(self, node: Node, position: int, below: int, lack: int, work: list[Work], *, drop: bool) -> bool:
+        """Plan to move up to `lack` blocks of `node`'s tail into the tier below; return whether anything was planned."""
+        residency, pool = self.residency, self.residency.slots[below]
+        count = min(lack, len(node.blocks))
+        if not residency.durable[below]:
+            if pool.free < count:
+                work.extend(self.make_room(below, count, drop=drop))
+            count = min(count, pool.free)
+            if count == 0 or not residency.is_free_to_lose(node, position):
+                return False
+            work.append(self._begin([self._tail(node, count)], below, Reason.DEMOTE, drop_from=position, drop_count=count))
+            return True
+        # A durable tier is closed itself: what it lacks of the way to the tail goes with it, root first, as clean copies.
+        chain = self._missing(node, below)
+        need = sum(len(other.blocks) for other in chain)
+        if not chain or not self._continues(chain[0], below):
+            return False  # the part before is on its way; its blocks commit first
+        if pool.free < need:
+            work.extend(self.make_room(below, need, drop=drop))
+            chain = self._missing(node, below)
+        fits = min(pool.free, self._batch)
+        if fits == 0 or not node.alive or not chain or not self._continues(chain[0], below):
+            return False
+        if need > fits:
+            work.append(self._begin(self._leading(chain, fits), below, Reason.COPY))
+            return True
+        if count < len(node.blocks):
+            chain[-1:] = [residency.split(node, len(node.blocks) - count), node]
+        work.append(self._begin(chain, below, Reason.DEMOTE, drop_from=position, drop_count=count))
+        return True
+
+    def _continues(self, first: Node, position: int) -> bool:
+        """Return whether the durable tier holds what comes before `first`."""
+        above = first.parent
+        return above is None or above.parent is None or bool(above.copies >> position & 1)
+
+    def _missing(self, end: Node | None, position: int) -> list[Node]:
+        """Return the nodes from the root down to `end` that the tier does not hold: the end part of the path."""
+        found: list[Node] = []
+        for node in ancestry(end) if end is not None else ():
+            if (node.copies | node.arriving) >> position & 1:
+                break
+            found.append(node)
+        found.reverse()
+        return found
+
+    def _tail(self, node: Node, count: int) -> Node:
+        """Return the last `count` blocks of `node` as a node."""
+        if count < len(node.blocks):
+            self.residency.split(node, len(node.blocks) - count)
+        return node
+
+    def _leading(self, nodes: Sequence[Node], count: int) -> list[Node]:
+        """Return the leading nodes of a chain that make up at most `count` blocks, the last one cut to fit."""
+        chosen: list[Node] = []
+        for node in nodes:
+            if count <= 0:
+                break
+            first = self.residency.split(node, count) if len(node.blocks) > count else node
+            chosen.append(first)
+            count -= len(first.blocks)
+        return chosen
+
+    # --- promotions and copies down ---------------------------------------------------------------------------------------
+
+    def slower(self, end: Node, position: int) -> list[Node]:
+        """Return the nodes of the path to `end` that lie below the tier and are not on their way there, root first."""
+        found: list[Node] = []
+        for node in ancestry(end):
+            tag = node.tag
+            if tag is None or tag <= position:
+                break
+            found.append(node)
+        found.reverse()
+        return list(_until(found, lambda node: not node.alive or bool(node.arriving >> position & 1)))
+
+    def plan_promote(self, end: Node, position: int, *, most: int, layerwise: bool = False) -> Transfer | None:
+        """Plan to bring the part of the path to `end` that lies just below the tier up to it, as far as slots are free.
+
+        All blocks of the transfer come from one tier, the one that holds the first of them. Returns None when there is
+        nothing to bring, no slot, or the part above is not there yet.
+        """
+        residency = self.residency
+        nodes = self.slower(end, position)
+        if not nodes or position in self.refusing:
+            return None
+        first = nodes[0]
+        above = first.parent
+        if above is not None and above.parent is not None and (above.tag is None or above.tag > position):
+            return None
+        source = first.tag
+        nodes = list(_until(nodes, lambda node: node.tag != source))
+        count = min(most, residency.slots[position].free, sum(len(node.blocks) for node in nodes))
+        chosen = self._leading(nodes, count)
+        if not chosen:
+            return None
+        return self._begin(chosen, position, Reason.PROMOTE, layerwise=layerwise)
+
+    def plan_persist(self, end: Node, position: int) -> Transfer | None:
+        """Plan to copy what the durable tier lacks of the path to `end`, root first, as far as slots are free."""
+        nodes = self._missing(end, position) if end.alive else []
+        if not nodes:
+            return None
+        if not self._continues(nodes[0], position):
+            return None  # the part before is on its way; its blocks commit first
+        nodes = self._leading(nodes, min(self._batch, self.residency.slots[position].free))
+        return self._begin(nodes, position, Reason.COPY) if nodes else None
+
+    # --- begin and complete -----------------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        nodes: Sequence[Node],
+        to: int,
+        reason: Reason,
+        *,
+        drop_from: int | None = None,
+        drop_count: int = 0,
+        layerwise: bool = False,
+    ) -> Transfer:
+        residency, table = self.residency, self.residency.table
+        blocks = array(BLOCK_IDS)
+        sources: list[int] = []
+        slots_from: list[int] = []
+        for node in nodes:
+            tag = node.tag
+            assert tag is not None and node.alive
+            blocks.extend(node.blocks)
+            sources.extend([tag] * len(node.blocks))
+            slots_from.extend(table.slots(node.blocks, tag))
+        index = rows(blocks)
+        slots_to = residency.slots[to].take(len(blocks))
+        assert len(slots_to) == len(blocks)
+        residency.begin_move(nodes, to)
+        above = nodes[0].parent
+        assert above is not None
+        space = nodes[0].space
+        keyed = any(residency.durable[source] for source in sources)
+        self._number += 1
+        transfer = Transfer(
+            number=self._number,
+            end=nodes[-1],
+            blocks=blocks,
+            generations=table.generation[index],
+            sources=sources,
+            slots_from=slots_from,
+            to=to,
+            slots_to=slots_to,
+            checksums=table.checksum[index].tolist(),
+            symbols=b"".join(node.key for node in nodes),
+            stride=space.tree.stride,
+            namespace=space.digest,
+            parent_key=table.keys(above.blocks[-1:])[0] if above.parent is not None else ROOT_KEY,
+            keys=table.keys(blocks) if keyed else None,
+            reason=reason,
+            drop_from=drop_from,
+            drop_count=drop_count,
+            layerwise=layerwise,
+        )
+        self.flying[transfer.number] = transfer
+        if drop_from is not None:
+            self.leaving[drop_from] += drop_count
+        return transfer
+
+    def complete(self, transfer: Transfer, report: Report) -> list[Work]:
+        """Commit the blocks that arrived, in chain order, give back what did not, and return the moves that this entails.
+
+        A block is committed only when its node is still in the tree, it is the same block as when the transfer began, and its
+        parent is where the destination needs it; the first that is not ends the commit.
+        """
+        residency, table, to = self.residency, self.residency.table, transfer.to
+        assert transfer.state is not State.DONE
+        transfer.state = State.DONE
+        del self.flying[transfer.number]
+        if transfer.drop_from is not None:
+            self.leaving[transfer.drop_from] -= transfer.drop_count
+        assert (table.generation[rows(transfer.blocks)] == transfer.generations).all(), "a block in flight was freed"
+        for slot, charge in zip(transfer.slots_to, report.charges, strict=False):
+            residency.slots[to].settle(slot, charge)
+        done: list[Node] = []
+        failed: list[Node] = []
+        at = 0
+        for node in residency.owners(transfer.blocks):
+            fits = min(len(node.blocks), report.arrived - at) if not failed else 0
+            at += len(node.blocks)
+            if fits == 0 or not node.alive or not self._parent_is_there(node, to, done):
+                failed.append(node)
+            elif fits < len(node.blocks):
+                done.append(residency.split(node, fits))
+                failed.append(node)
+            else:
+                done.append(node)
+        self._commit(transfer, done, report)
+        for node in [*done, *failed]:
+            residency.end_move(node, to)
+        committed = sum(len(node.blocks) for node in done)
+        if residency.durable[to]:  # what was written and not committed has a record
+            residency.waste[to].extend(transfer.slots_to[committed : report.arrived])
+            residency.slots[to].give(transfer.slots_to[max(committed, report.arrived) :])
+        else:
+            residency.slots[to].give(transfer.slots_to[committed:])
+        self._drop_upper(transfer, done, failed)
+        if transfer.reason is Reason.PROMOTE and done:
+            residency.touch(done[-1])
+        if report.rotten and committed == report.arrived and failed and failed[0].alive:
+            residency.remove(failed[0], Reason.UNTRUSTED)
+        return self.take_waste()
+
+    def _parent_is_there(self, node: Node, to: int, done: Iterable[Node]) -> bool:
+        parent = node.parent
+        if parent is None or parent.parent is None or parent in done:
+            return True
+        if self.residency.durable[to]:
+            return bool(parent.copies >> to & 1)
+        tag = parent.tag
+        return tag is not None and tag <= to
+
+    def _commit(self, transfer: Transfer, done: Sequence[Node], report: Report) -> None:
+        residency, table = self.residency, self.residency.table
+        slots = iter(transfer.slots_to)
+        keys = iter(report.keys)
+        for source in transfer.sources[: sum(len(node.blocks) for node in done)]:
+            self._stats.copied[residency.tiers[source], residency.tiers[transfer.to]] += 1
+        for node in done:
+            for block, key in zip(node.blocks, islice(keys, len(node.blocks)), strict=False):
+                table.key[block] = memoryview(key)
+            residency.gain(node, transfer.to, list(islice(slots, len(node.blocks))), transfer.reason)
+
+    def _drop_upper(self, transfer: Transfer, done: Sequence[Node], failed: Sequence[Node]) -> None:
+        if transfer.drop_from is None:
+            return
+        position = transfer.drop_from
+        rest = transfer.drop_count - sum(len(node.blocks) for node in failed)
+        for node in reversed(done):
+            if rest <= 0:
+                break
+            # A lease taken while the copy ran keeps the upper copy; the one below makes the next demotion free.
+            if len(node.blocks) <= rest and node.copies >> position & 1 and self.residency.is_free_to_lose(node, position):
+                self.residency.lose(node, position, Reason.DEMOTE)
+            rest -= len(node.blocks)
+
+    # --- discards ---------------------------------------------------------------------------------------------------------
+
+    def take_waste(self) -> list[Work]:
+        """Return the discards for all slots whose records are to go."""
+        work: list[Work] = []
+        for position in range(len(self.residency.tiers)):
+            self._collect_waste(position, work)
+        return work
+
+    def _collect_waste(self, position: int, work: list[Work]) -> None:
+        slots = self.residency.waste[position]
+        if not slots:
+            return
+        self.residency.waste[position] = []
+        self._number += 1
+        discard = Discard(number=self._number, position=position, slots=slots)
+        self.flying[discard.number] = discard
+        self.leaving[position] += len(slots)
+        work.append(discard)
+
+    def discarded(self, discard: Discard) -> None:
+        """Free the slots of a discard whose records are gone."""
+        assert discard.state is not State.DONE
+        discard.state = State.DONE
+        del self.flying[discard.number]
+        self.leaving[discard.position] -= len(discard.slots)
+        self.residency.slots[discard.position].give(discard.slots)
+
+
+def _until(nodes: Iterable[Node], stop: Callable[[Node], bool]) -> Iterator[Node]:
+    """Yield nodes up to the first one for which `stop` holds."""
+    for node in nodes:
+        if stop(node):
+            return
+        yield node

@@ -1,0 +1,346 @@
+"""Which tier holds what: the one place where copies, holds and slots of nodes change.
+
+Every method keeps these true, and `tiercache.audit` checks them:
+
+* all blocks of a node have copies in exactly the node's tiers;
+* tiers are closed towards the root: a child's fastest tier is never faster than its parent's, and on a durable tier a child's
+  copy implies its parent's;
+* a parent counts its children in or on their way into each tier (`kids`), so "leaf of a tier" is one comparison;
+* a node with a lease or a transfer loses no copy; when it leaves the tree all the same (delete, clear, rot) it can't be found
+  any more, and its slots are freed with the last lease and transfer;
+* a slot of a durable tier is not free before its record is gone from the store: it goes to `waste`, and whoever executes moves
+  discards it there.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from tiercache.changes import Change, Reason
+from tiercache.policy import Payers, Policy, PolicyFactory
+from tiercache.slots import Slots
+from tiercache.table import NOWHERE, BlockTable, rows
+from tiercache.tree import KID_BITS, KID_MASK, Node, RadixTree, ancestry, subtree
+from tiercache.types import Tier
+
+
+class Space:
+    """One namespace inside the core: its tree and its eviction order."""
+
+    __slots__ = ("digest", "number", "policy", "tree")
+
+    def __init__(self, number: int, digest: bytes, stride: int, policy: Policy) -> None:
+        self.number = number
+        self.digest = digest
+        self.policy = policy
+        self.tree = RadixTree(self, stride)
+
+
+class Residency:
+    """Nodes, their copies and their slots. `tiers` is fastest first; positions index it.
+
+    `slots` are the pools of the tiers; `durable[position]` says whether a tier outlives the process.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], slots: Sequence[Slots], durable: Sequence[bool], policy: PolicyFactory) -> None:
+        self.tiers = tuple(tiers)
+        self.slots = tuple(slots)
+        self.durable = tuple(durable)
+        self.table = BlockTable(len(tiers))
+        self.nodes: list[Node | None] = []
+        self.spaces: dict[bytes, Space] = {}
+        self.spare: list[OrderedDict[Node, None]] = [OrderedDict() for _ in tiers]
+        """A tier's leaves that a faster tier also holds: dropping one loses nothing, so no policy is asked."""
+        self.waste: list[list[int]] = [[] for _ in tiers]
+        """Slots of durable tiers whose records are to be discarded before the slots are free."""
+        self.payers = Payers(len(tiers))
+        self.listeners: list[Callable[[Change], None]] = []
+        self.buried_held = 0
+        """Nodes that left the tree while a lease or a transfer held them and that still hold slots."""
+        self._policy = policy
+        self._numbers: list[int] = []
+        self._stamp = 0
+        self._seq = 0
+
+    # --- namespaces -----------------------------------------------------------------------------------------------------
+
+    def space(self, digest: bytes, stride: int) -> Space:
+        """Return the namespace with that digest, made when it is new."""
+        found = self.spaces.get(digest)
+        if found is None:
+            found = Space(len(self.spaces), digest, stride, self._policy(len(self.tiers)))
+            self.spaces[digest] = found
+        return found
+
+    # --- structure ------------------------------------------------------------------------------------------------------
+
+    def plant(self, parent: Node, key: bytes, blocks: array[int], position: int, slots: Sequence[int], reason: Reason) -> Node:
+        """Hang a new node with `blocks`, which lie in `slots` of one tier, under `parent` and return it.
+
+        The node is held once (the caller releases it): it is the caller's until the chain is complete.
+        """
+        node = Node(parent.space, parent, key, blocks)
+        self._register(node)
+        node.holds = 1
+        node.copies = 1 << position
+        self.table.slot[position, rows(blocks)] = slots
+        self.slots[position].own(slots)
+        parent.space.tree.attach(node)
+        self._count_kid(parent, position, 1)
+        self.announce(node, None, reason)
+        return node
+
+    def split(self, node: Node, count: int) -> Node:
+        """Cut `node` after `count` blocks and return the head; the old object stays the tail."""
+        head = node.space.tree.split(node, count)
+        self._register(head)
+        if node.newer is not None:
+            tag = node.tag
+            assert tag is not None
+            node.space.policy.split(head, node, tag)
+        if not node.alive and (node.holds or node.moves):
+            self.buried_held += 1
+        self._refresh(head)
+        self._refresh(node)
+        return head
+
+    def remove(self, top: Node, reason: Reason) -> None:
+        """Take `top` and all that hangs below it out of the tree, at once and for good."""
+        assert top.parent is not None
+        gone = list(subtree(top))
+        top.space.tree.detach(top)
+        for position in range(len(self.tiers)):
+            if (top.copies | top.arriving) >> position & 1:
+                self._count_kid(top.parent, position, -1)
+        for node in reversed(gone):  # children first: a parent's slots are never free before its children's
+            before = node.tag
+            if node.newer is not None:
+                assert before is not None
+                node.space.policy.withheld(node, before)
+            node.alive = False
+            self._refresh(node)
+            self.announce(node, before, reason, gone=True)
+            if node.holds or node.moves:
+                self.buried_held += 1
+                self._forget_durable(node)
+            else:
+                self._bury(node)
+
+    # --- leases and transfers -------------------------------------------------------------------------------------------
+
+    def hold(self, nodes: Iterable[Node]) -> None:
+        """Count one more lease on each of `nodes`."""
+        for node in nodes:
+            node.holds += 1
+            if node.holds == 1 and node.alive:
+                if node.newer is not None:
+                    tag = node.tag
+                    assert tag is not None
+                    node.space.policy.withheld(node, tag)
+                if node.copies & (node.copies - 1):
+                    self._refresh(node)
+
+    def release(self, end: Node, stop: Node | None = None) -> None:
+        """Take back one lease on the path from `end` up to the root, or to `stop`, which keeps its own.
+
+        From the end towards the root, so that ancestors are offered after their descendants.
+        """
+        self._stamp += 1
+        stamp = self._stamp
+        for node in ancestry(end):
+            if node is stop:
+                return
+            assert node.holds > 0
+            node.holds -= 1
+            if node.holds == 0:
+                node.used = stamp
+                if node.alive:
+                    self._offer(node)
+                elif node.moves == 0:
+                    self.buried_held -= 1
+                    self._bury(node)
+
+    def begin_move(self, nodes: Iterable[Node], to: int | None) -> None:
+        """Count one more transfer on each of `nodes`; with `to`, they are on their way into that tier."""
+        for node in nodes:
+            node.moves += 1
+            if to is not None:
+                assert not (node.copies | node.arriving) >> to & 1
+                node.arriving |= 1 << to
+                assert node.parent is not None
+                self._count_kid(node.parent, to, 1)
+
+    def end_move(self, node: Node, to: int | None) -> None:
+        """Take back one transfer of `node`; what it was bringing to `to` and did not commit is on its way no more."""
+        assert node.moves > 0
+        node.moves -= 1
+        if to is not None and node.arriving >> to & 1:
+            node.arriving &= ~(1 << to)
+            if node.alive:
+                assert node.parent is not None
+                self._count_kid(node.parent, to, -1)
+        if not node.alive and not node.moves:
+            if node.holds:
+                self._forget_durable(node)
+            else:
+                self.buried_held -= 1
+                self._bury(node)
+
+    # --- copies ---------------------------------------------------------------------------------------------------------
+
+    def gain(self, node: Node, position: int, slots: Sequence[int], reason: Reason) -> None:
+        """The node has a copy in `slots` of the tier from now on; a transfer brought it."""
+        assert node.alive and node.arriving >> position & 1
+        before = node.tag
+        self.table.slot[position, rows(node.blocks)] = slots
+        self.slots[position].own(slots)
+        node.arriving &= ~(1 << position)
+        node.copies |= 1 << position
+        self._retag(node, before)
+        self.announce(node, before, reason if node.tag != before else Reason.COPY)
+
+    def lose(self, node: Node, position: int, reason: Reason) -> None:
+        """Drop the node's copy in the tier, which is not its last."""
+        assert node.alive and not node.holds and node.copies >> position & 1 and node.copies != 1 << position
+        assert self.kids(node, position) == 0 and (position != node.tag or self.has_place_below(node, position))
+        before = node.tag
+        node.copies &= ~(1 << position)
+        self._clear_slots(node, position)
+        assert node.parent is not None
+        self._count_kid(node.parent, position, -1)
+        self._retag(node, before)
+        self.announce(node, before, reason if node.tag != before else Reason.TRIM)
+
+    def kids(self, node: Node, position: int) -> int:
+        """Return how many children of `node` are in, or on their way into, the tier."""
+        return node.kids >> (KID_BITS * position) & KID_MASK
+
+    def is_free_to_lose(self, node: Node, position: int) -> bool:
+        """Return whether the node's copy in the tier could go now: nobody reads it, moves it or hangs below it there."""
+        return node.alive and not node.holds and not node.moves and self.kids(node, position) == 0
+
+    def has_place_below(self, node: Node, position: int) -> bool:
+        """Return whether the node, which is in the tier, could do without that copy: another one is no slower than any child."""
+        rest = node.copies & ~(1 << position)
+        return bool(rest) and not any(self.kids(node, between) for between in range(position, (rest & -rest).bit_length() - 1))
+
+    def touch(self, end: Node) -> None:
+        """Make the path from `end` to the root the most recently used one."""
+        self._stamp += 1
+        for node in ancestry(end):
+            node.used = self._stamp
+            if node.newer is not None:
+                tag = node.tag
+                assert tag is not None
+                node.space.policy.withheld(node, tag)
+                self._offer(node)
+
+    def restored(self, node: Node) -> None:
+        """Offer a node that recovery planted; the order of calls is the order of recency."""
+        self._stamp += 1
+        node.used = self._stamp
+        node.holds = 0
+        self._offer(node)
+
+    def owners(self, blocks: array[int]) -> list[Node]:
+        """Return the nodes that name `blocks`, a part of one chain, in chain order."""
+        numbers = self.table.owner[rows(blocks)].tolist()
+        found: list[Node] = []
+        last = NOWHERE
+        for number in numbers:
+            if number != last:
+                node = self.nodes[number]
+                assert node is not None
+                found.append(node)
+                last = number
+        return found
+
+    def announce(self, node: Node, before: int | None, reason: Reason, *, gone: bool = False) -> None:
+        """Tell the listeners that the node's fastest tier was `before` and is what it is now."""
+        if not self.listeners:
+            return
+        self._seq += 1
+        after = None if gone else node.tag
+        change = Change(
+            self._seq,
+            node.space.digest,
+            node.blocks,
+            None if before is None else self.tiers[before],
+            None if after is None else self.tiers[after],
+            reason,
+        )
+        for listener in self.listeners:
+            listener(change)
+
+    # --- the books ------------------------------------------------------------------------------------------------------
+
+    def _register(self, node: Node) -> None:
+        if self._numbers:
+            node.number = self._numbers.pop()
+            self.nodes[node.number] = node
+        else:
+            node.number = len(self.nodes)
+            self.nodes.append(node)
+        self.table.owner[rows(node.blocks)] = node.number
+
+    def _bury(self, node: Node) -> None:
+        for position in range(len(self.tiers)):
+            if node.copies >> position & 1:
+                self._clear_slots(node, position)
+        node.copies = 0
+        self.table.free(node.blocks)
+        self.nodes[node.number] = None
+        self._numbers.append(node.number)
+
+    def _forget_durable(self, node: Node) -> None:
+        """Give up the durable copies of a node that has left the tree, though a lease holds it.
+
+        Readers only read memory; and a record that outlived an acknowledged delete would be back after the next start.
+        """
+        if node.moves:
+            return  # a transfer may be reading it; `end_move` comes back here
+        for position, durable in enumerate(self.durable):
+            if durable and node.copies >> position & 1:
+                node.copies &= ~(1 << position)
+                self._clear_slots(node, position)
+
+    def _clear_slots(self, node: Node, position: int) -> None:
+        freed = self.table.slots(node.blocks, position)
+        self.table.slot[position, rows(node.blocks)] = NOWHERE
+        self.slots[position].hold(freed)
+        if self.durable[position]:
+            self.waste[position].extend(freed)
+        else:
+            self.slots[position].give(freed)
+
+    def _offer(self, node: Node) -> None:
+        tag = node.tag
+        assert tag is not None
+        node.space.policy.offered(node, tag)
+        self.payers.announce(node.space.number, node.space.policy, tag)
+        if node.copies & (node.copies - 1):
+            self._refresh(node)
+
+    def _retag(self, node: Node, before: int | None) -> None:
+        tag = node.tag
+        assert tag is not None
+        if node.newer is not None and before is not None and before != tag:
+            node.space.policy.moved(node, before, tag)
+            self.payers.announce(node.space.number, node.space.policy, tag)
+        self._refresh(node)
+
+    def _count_kid(self, parent: Node, position: int, step: int) -> None:
+        parent.kids += step << (KID_BITS * position)
+        if parent.copies & (parent.copies - 1):
+            self._refresh(parent)
+
+    def _refresh(self, node: Node) -> None:
+        """Put the node into, or take it out of, the spare copies of each tier."""
+        extra = node.copies & (node.copies - 1) if node.alive and not node.holds else 0
+        for position, spare in enumerate(self.spare):
+            if extra >> position & 1 and self.kids(node, position) == 0:
+                spare.setdefault(node, None)
+            else:
+                spare.pop(node, None)

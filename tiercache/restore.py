@@ -1,0 +1,108 @@
+"""How the tree comes back from what a durable tier's metadata names."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tiercache.cache import Cache
+from tiercache.changes import Reason
+from tiercache.keys import ROOT_KEY
+from tiercache.table import rows
+from tiercache.tree import Node
+
+
+class Stored(NamedTuple):
+    """One block that metadata names, as columns of one namespace, the least recently used first."""
+
+    slots: Sequence[int]
+    keys: Sequence[bytes]
+    parents: Sequence[bytes]
+    symbols: Sequence[bytes]
+    checksums: Sequence[int]
+    charges: Sequence[int]
+
+
+def restore(cache: Cache, namespace: bytes, stride: int, stored: Stored, position: int) -> list[int]:
+    """Build the tree of a namespace from what the durable tier at `position` holds, and return the slots to discard.
+
+    To discard are blocks whose chain is broken, blocks of another symbol width, and what a tier that has become smaller
+    can't hold. Costs one pass; depth does not matter. Runs of only children become one node. The order of the columns becomes
+    the order of recency, with every ancestor as recent as its most recent descendant.
+    """
+    pool = cache.residency.slots[position]
+    runs = _chains(stored, stride, capacity=pool.capacity, budget=pool.budget - pool.used)
+    reached = [row for run in runs for row in run.rows]
+    slots = [stored.slots[row] for row in reached]
+    pool.claim(slots, [stored.charges[row] for row in reached])
+    pool.hold(slots)
+    space = cache.residency.space(namespace, stride)
+    nodes: list[Node] = []
+    for run in runs:
+        parent = space.tree.root if run.parent is None else nodes[run.parent]
+        nodes.append(_plant(cache, parent, run.rows, stored, position))
+    _order(cache, nodes, runs)
+    kept = set(reached)
+    return [slot for row, slot in enumerate(stored.slots) if row not in kept]
+
+
+class _Run(NamedTuple):
+    """Rows that become one node, and the run they follow."""
+
+    parent: int | None
+    rows: list[int]
+
+
+def _chains(stored: Stored, stride: int, *, capacity: int, budget: int) -> list[_Run]:
+    """Return the runs that can be reached from the root, each after the one it follows."""
+    following: dict[bytes, list[int]] = {}
+    for row, parent in enumerate(stored.parents):
+        if len(stored.symbols[row]) == stride and stored.slots[row] < capacity:
+            following.setdefault(parent, []).append(row)
+    # Keys are digests: should two collide, a row could be reached twice, or a chain lead back into itself.
+    reached = bytearray(len(stored.slots))
+    runs: list[_Run] = []
+    stack: list[tuple[int | None, int]] = [(None, row) for row in following.get(ROOT_KEY, ())]
+    while stack:
+        before, row = stack.pop()
+        if reached[row] or stored.charges[row] > budget:
+            continue
+        run = _Run(before, [])
+        after = [row]
+        while len(after) == 1 and not reached[after[0]] and stored.charges[after[0]] <= budget:
+            row = after[0]
+            reached[row] = 1
+            budget -= stored.charges[row]
+            run.rows.append(row)
+            after = following.get(stored.keys[row], [])
+        symbols: set[bytes] = set()
+        for row in after:
+            if not reached[row] and stored.symbols[row] not in symbols:
+                symbols.add(stored.symbols[row])
+                stack.append((len(runs), row))
+        runs.append(run)
+    return runs
+
+
+def _plant(cache: Cache, parent: Node, run: list[int], stored: Stored, position: int) -> Node:
+    table = cache.residency.table
+    blocks: array[int] = table.allocate(len(run))
+    index = rows(blocks)
+    table.checksum[index] = [stored.checksums[row] for row in run]
+    table.key[index] = np.frombuffer(b"".join(stored.keys[row] for row in run), dtype=np.uint8).reshape(-1, 32)
+    key = b"".join(stored.symbols[row] for row in run)
+    return cache.residency.plant(parent, key, blocks, position, [stored.slots[row] for row in run], Reason.RESTORE)
+
+
+def _order(cache: Cache, nodes: list[Node], runs: list[_Run]) -> None:
+    """Offer the nodes from the least to the most recently used one, descendants before their ancestors."""
+    recency = [max(run.rows) for run in runs]
+    for place in range(len(runs) - 1, -1, -1):  # a run comes after the one it follows
+        parent = runs[place].parent
+        if parent is not None:
+            recency[parent] = max(recency[parent], recency[place])
+    for place in sorted(range(len(runs)), key=lambda place: (recency[place], -place)):
+        cache.residency.restored(nodes[place])

@@ -1,0 +1,196 @@
+"""What a block's bytes are: the KV layout (KVSpec), and whose they are (Namespace)."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from tiercache.checks import integer
+from tiercache.errors import InvalidSpec, UnsupportedSpec
+
+ITEM_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+}
+DIGEST_BYTES = 32
+MAX_BLOCK_SIZE = 65_536
+MAX_DIMENSION = 1 << 20
+MAX_TEXT_BYTES = 64 * 1024
+MAX_WORLD = 4096
+_ENCODING = b"tiercache-namespace-1"
+
+
+class Geometry(NamedTuple):
+    """The shape of one block as rows of bytes; blocks of one geometry share slots.
+
+    A block is `layers * parts` planes of `unit_bytes` each. In block-first memory the planes follow one another; in
+    layer-first memory each plane lies in the plane's own array of slots. `symbol_bytes` is the room that the block's key
+    symbol needs in a record.
+    """
+
+    layers: int
+    parts: int
+    unit_bytes: int
+    symbol_bytes: int
+
+    @property
+    def planes(self) -> int:
+        """Rows of bytes in one block."""
+        return self.layers * self.parts
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of KV in one block."""
+        return self.planes * self.unit_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSpec:
+    """The layout of the KV of one model: `layers` times K and V of `[tokens, kv_heads, head_dim]` in `dtype`.
+
+    `latent=True` is multi-head latent attention: one tensor instead of K and V, with `kv_heads` 1 and `head_dim` the length
+    of the compressed vector and its rotary part. `block_size` is in tokens. A layout is a tuple of groups; this version
+    stores one group of full attention. Raises InvalidSpec for a value that cannot be.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    block_size: int = 16
+    latent: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim", "block_size"):
+            integer(getattr(self, name), 1, MAX_BLOCK_SIZE if name == "block_size" else MAX_DIMENSION, name, InvalidSpec)
+        if self.dtype not in ITEM_BYTES:
+            raise InvalidSpec(f"dtype must be one of {', '.join(ITEM_BYTES)}, not {self.dtype!r}", field="dtype", value=self.dtype)
+        if not isinstance(self.latent, bool):
+            raise InvalidSpec(f"latent must be True or False, not {self.latent!r}", field="latent", value=self.latent)
+        if self.latent and self.kv_heads != 1:
+            raise InvalidSpec(f"latent attention has kv_heads=1, not {self.kv_heads}", field="kv_heads", value=self.kv_heads)
+
+    @property
+    def parts(self) -> int:
+        """Tensors a layer: 2 (K and V), or 1 for latent attention."""
+        return 1 if self.latent else 2
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one tensor of one layer."""
+        return self.kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def geometry(self) -> Geometry:
+        """The shape of one block as rows of bytes."""
+        return Geometry(self.layers, self.parts, self.block_size * self.token_bytes, max(4 * self.block_size, DIGEST_BYTES))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: all layers, K and V, `block_size` tokens."""
+        return self.geometry.block_bytes
+
+    def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
+        """Return the shape of the KV of `tokens` tokens: `[layers, parts, tokens, kv_heads, head_dim]`."""
+        return (self.layers, self.parts, tokens, self.kv_heads, self.head_dim)
+
+    @classmethod
+    def from_config(cls, config: Any, *, dtype: str | None = None, block_size: int = 16) -> KVSpec:
+        """Return the layout that a Hugging Face `config` describes.
+
+        `dtype` overrides the configuration's own. Raises UnsupportedSpec, with the kind by name, for attention that this
+        version does not store (sliding windows, state-space layers, cross attention), InvalidSpec when a number is missing.
+        """
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        _refuse_other_attention(text)
+        name = str(dtype or getattr(text, "dtype", None) or getattr(text, "torch_dtype", None) or "float32")
+        layers = _number(text, "num_hidden_layers")
+        rank = getattr(text, "kv_lora_rank", None)
+        if rank is not None:
+            width = int(rank) + _number(text, "qk_rope_head_dim")
+            return cls(
+                layers=layers, kv_heads=1, head_dim=width, dtype=name.removeprefix("torch."), block_size=block_size, latent=True
+            )
+        heads = _number(text, "num_attention_heads")
+        head_dim = getattr(text, "head_dim", None) or _number(text, "hidden_size") // heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        return cls(
+            layers=layers, kv_heads=int(kv_heads), head_dim=int(head_dim), dtype=name.removeprefix("torch."), block_size=block_size
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """The identity of the bytes: two prompts share blocks only within one namespace.
+
+    `model` is the served name and `weights` a digest of the weights themselves; `adapter` names an adapter *and* its version;
+    `salt` separates tenants; `world` is the number of tensor-parallel ranks that each hold a shard. Text may hold any
+    characters: it never becomes a path or a key, only part of a digest, and is compared as its UTF-8 bytes.
+    """
+
+    model: str
+    weights: str
+    adapter: str | None = None
+    salt: str | None = None
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("model", "weights", "adapter", "salt"):
+            value = getattr(self, name)
+            if value is None and name in ("adapter", "salt"):
+                continue
+            if not isinstance(value, str):
+                raise InvalidSpec(f"{name} must be text, not {value!r}", field=name, value=value)
+            try:
+                size = len(value.encode())
+            except UnicodeEncodeError as error:
+                raise InvalidSpec(
+                    f"{name} holds a lone surrogate at character {error.start}: {value!r}", field=name, value=value
+                ) from error
+            if size > MAX_TEXT_BYTES:
+                raise InvalidSpec(f"{name} is {size} bytes long; the limit is {MAX_TEXT_BYTES}", field=name, value=size)
+        integer(self.world, 1, MAX_WORLD, "world", InvalidSpec)
+
+    def digest(self, spec: KVSpec) -> bytes:
+        """Return the 32-byte digest of this namespace with the layout `spec`.
+
+        The encoding is versioned and length-prefixed, and None differs from empty text, so that it is injective: two
+        namespaces have one digest only if SHA-256 collides.
+        """
+        parts: list[bytes] = [_ENCODING]
+        for owner in (self, spec):
+            for name, value in asdict(owner).items():
+                parts.append(name.encode())
+                parts.append(b"\x00" if value is None else type(value).__name__.encode() + b"\x01" + str(value).encode())
+        return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+
+
+def _number(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if value is None:
+        raise InvalidSpec(f"the model's configuration has no {name}", field=name)
+    return int(value)
+
+
+def _refuse_other_attention(config: Any) -> None:
+    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()} - {"full_attention", "attention"}
+    if kinds:
+        raise UnsupportedSpec(
+            f"layers of kind {', '.join(sorted(kinds))} are not stored; only full_attention is", kinds=sorted(kinds)
+        )
+    if getattr(config, "use_sliding_window", getattr(config, "sliding_window", None) is not None) and getattr(
+        config, "sliding_window", None
+    ):
+        raise UnsupportedSpec(f"sliding_window={config.sliding_window}: only full_attention is stored", kinds=["sliding_attention"])
+    for name in ("state_size", "mamba_d_state", "ssm_cfg", "rwkv_hidden_size"):
+        if getattr(config, name, None):
+            raise UnsupportedSpec(f"{name}: state-space layers are not stored; only full_attention is", kinds=[name])
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedSpec(
+            "encoder-decoder models (cross attention) are not stored; only full_attention is", kinds=["cross_attention"]
+        )
