@@ -1,0 +1,1 @@
+"""Where bytes live and how they move: slots, arenas, the LMDB store, codecs, the mover."""

@@ -1,0 +1,235 @@
+"""Arenas: tiers whose slots lie in host memory, block-first for DRAM, layer-first for HBM where there is no device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.errors import AuditFailed, Closed, InvalidTensor, TierTooSmall, Untrusted
+from tiercache.kernels.host import copy_block, copy_layer
+from tiercache.sizes import format_size
+from tiercache.spec import Geometry
+from tiercache.storage.checksum import verify
+from tiercache.storage.contract import FULL_CHARGE, Outcome, Planes, Put
+from tiercache.storage.layouts import (
+    SLOT_ALIGNMENT,
+    SlotPlanes,
+    block_first,
+    block_first_slot_bytes,
+    layer_first,
+)
+from tiercache.storage.memory import HostMemory
+from tiercache.types import Identity, Tier
+
+
+class _HostArena(ABC):
+    """What both arenas share: all slots are `[slots, planes, unit_bytes]` bytes in place, of a stride that is the layout's.
+
+    Everything is verified where it arrives, not where it came from: a source that changes under the copy, or a copy that went
+    wrong, then can't be mistaken for a good block. An arena keeps no identities; the block table and the generations say
+    whose a slot is, and the checksum is the guard.
+
+    Raises TierTooSmall if `length` bytes hold no block, AuditFailed if the region does not lie in `memory` on a page boundary.
+    """
+
+    def __init__(self, memory: HostMemory, geometry: Geometry, *, offset: int = 0, length: int | None = None) -> None:
+        length = memory.size - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > memory.size or offset % SLOT_ALIGNMENT:
+            raise AuditFailed(
+                f"{length} bytes at {offset} are no region of {memory.size} bytes on a boundary of {SLOT_ALIGNMENT}",
+                offset=offset,
+                length=length,
+            )
+        self._geometry = geometry
+        self._offset = offset
+        self._length = length
+        need = self._slot_bytes(geometry)
+        if length < need:
+            raise TierTooSmall(
+                f"{self.tier} has {format_size(length)} ({length} bytes) for blocks of {format_size(geometry.block_bytes)}; "
+                f"one needs {need} bytes",
+                tier=self.tier,
+                length=length,
+                need=need,
+            )
+        region = memory.array[offset : offset + length]
+        self._slots: SlotPlanes | None = self._lay_out(region, geometry)
+        self._capacity = len(self._slots)
+
+    @property
+    @abstractmethod
+    def tier(self) -> Tier:
+        """The tier whose slots these are."""
+
+    @staticmethod
+    @abstractmethod
+    def _slot_bytes(geometry: Geometry) -> int:
+        """Return what one slot takes of the region."""
+
+    @staticmethod
+    @abstractmethod
+    def _lay_out(region: NDArray[np.uint8], geometry: Geometry) -> SlotPlanes:
+        """Return all slots that fit the region, in place."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """The shape of the blocks that fit a slot."""
+        return self._geometry
+
+    @property
+    def capacity(self) -> int:
+        """How many slots there are; slots are numbered from 0."""
+        return self._capacity
+
+    @property
+    def durable(self) -> bool:
+        """False: what is stored ends with the processes that map it."""
+        return False
+
+    @property
+    def offset(self) -> int:
+        """Where the arena begins in its memory, in bytes; with `length` and the geometry all that a client needs to map it."""
+        return self._offset
+
+    @property
+    def length(self) -> int:
+        """Bytes of the memory that are the arena's."""
+        return self._length
+
+    def view(self, slot: int) -> Planes:
+        """Return the slot's bytes in place, `[planes, unit_bytes]`.
+
+        The view is valid for as long as the caller owns the slot or holds a lease on its block. Raises AuditFailed if there is
+        no such slot, Closed after `close`.
+        """
+        slots = self._slots
+        if slots is None:
+            raise Closed(f"the {self.tier} arena is closed")
+        if not 0 <= slot < self._capacity:
+            raise self._no_slot(slot)
+        planes: Planes = slots[slot]
+        return planes
+
+    def fetch(self, slot: int, identity: Identity, into: Planes) -> None:
+        """Copy the block in `slot` into `into`, `[planes, unit_bytes]`, and verify the copy against `identity`.
+
+        Raises Untrusted, reason `checksum`, if the copy is not the block that `identity` names; `into` is then undefined.
+        """
+        copy_block(self.view(slot), into)
+        verify(into, identity.checksum, f"copy of {self.tier} slot {slot}")
+
+    def fetch_layer(self, slot: int, layer: int, into: Planes) -> None:
+        """Copy one layer of the block in `slot` to its place in `into`, `[planes, unit_bytes]`; other layers stay as they are.
+
+        Nothing is verified, as a checksum covers a whole block: call `verify` before the first layer, while owning the slot.
+        """
+        copy_layer(self.view(slot), into, layer, self._geometry.parts)
+
+    def verify(self, slot: int, identity: Identity) -> None:
+        """Verify the bytes in `slot` where they lie. Raises Untrusted, reason `checksum`, if they are not what `identity` names."""
+        verify(self.view(slot), identity.checksum, f"{self.tier} slot {slot}")
+
+    def put(self, items: Sequence[Put]) -> list[Outcome]:
+        """Copy `items` in, in order, verify each where it arrived, and return one outcome for each.
+
+        What fails its checksum fails with Untrusted, reason `checksum`, and leaves its slot's bytes undefined; the items after
+        it fail with reason `order`, their slots untouched. A source may be the slot's own view, which a client wrote in place.
+        Raises AuditFailed for a slot that does not exist and InvalidTensor for a source of another shape, before any copy.
+        """
+        shape = (self._geometry.planes, self._geometry.unit_bytes)
+        for item in items:
+            self.view(item.slot)
+            if item.source.shape != shape or item.source.dtype != np.uint8:
+                what = f"{item.source.dtype} {item.source.shape}"
+                raise InvalidTensor(f"the source for slot {item.slot} is {what}, not a block of bytes {shape}", slot=item.slot)
+        outcomes: list[Outcome] = []
+        for item in items:
+            target = self.view(item.slot)
+            try:
+                copy_block(item.source, target)
+                verify(target, item.identity.checksum, f"copy into {self.tier} slot {item.slot}")
+            except Untrusted as error:
+                outcomes.append(Outcome(0, error))
+                break
+            outcomes.append(Outcome(FULL_CHARGE))
+        outcomes.extend(Outcome(0, self._after_a_failure(item.slot)) for item in items[len(outcomes) :])
+        return outcomes
+
+    def discard(self, slots: Sequence[int]) -> None:
+        """Do nothing but see that `slots` exist (AuditFailed): the slot's next generation says that its block is gone."""
+        for slot in slots:
+            if not 0 <= slot < self._capacity:
+                raise self._no_slot(slot)
+
+    def sync(self) -> None:  # noqa: B027 - empty on purpose, for both arenas
+        """Do nothing: memory does not outlive a loss of power."""
+
+    def close(self) -> None:
+        """Let go of the memory. Views that were handed out stay valid as long as they live. May be called twice."""
+        self._slots = None
+
+    def _after_a_failure(self, slot: int) -> Untrusted:
+        return Untrusted("order", f"{self.tier} slot {slot}: a block before it in the chain was not stored", slot=slot)
+
+    def _no_slot(self, slot: int) -> AuditFailed:
+        last = self._capacity - 1
+        return AuditFailed(
+            f"slot {slot} does not exist in {self.tier}; the slots are 0 to {last}", slot=slot, capacity=self._capacity
+        )
+
+
+class DramArena(_HostArena):
+    """Slots in host memory, block-first `[slots, layers, parts, unit_bytes]`, each padded to 4 KiB.
+
+    A block is one contiguous run, which is what a disk and a DMA want; the padding lets a writer map its slots and no others.
+    """
+
+    @property
+    def tier(self) -> Tier:
+        """DRAM."""
+        return Tier.DRAM
+
+    @property
+    def slot_bytes(self) -> int:
+        """The distance between two slots in bytes; slot `s` begins at `offset + s * slot_bytes` of the memory."""
+        return block_first_slot_bytes(self._geometry)
+
+    @staticmethod
+    def _slot_bytes(geometry: Geometry) -> int:
+        return block_first_slot_bytes(geometry)
+
+    @staticmethod
+    def _lay_out(region: NDArray[np.uint8], geometry: Geometry) -> SlotPlanes:
+        return block_first(region, geometry)
+
+
+class HostHbmArena(_HostArena):
+    """Slots in host memory in the HBM tier's place, layer-first `[layers, parts, slots, unit_bytes]`, without padding."""
+
+    @property
+    def tier(self) -> Tier:
+        """HBM."""
+        return Tier.HBM
+
+    def layers_array(self) -> NDArray[np.uint8]:
+        """Return all slots in place as `[layers, parts, slots, unit_bytes]`, as attention kernels want them; contiguous.
+
+        Raises Closed after `close`.
+        """
+        slots = self._slots
+        if slots is None:
+            raise Closed(f"the {self.tier} arena is closed")
+        geometry = self._geometry
+        planes: NDArray[np.uint8] = slots.transpose(1, 0, 2)
+        return planes.reshape(geometry.layers, geometry.parts, self._capacity, geometry.unit_bytes)
+
+    @staticmethod
+    def _slot_bytes(geometry: Geometry) -> int:
+        return geometry.block_bytes
+
+    @staticmethod
+    def _lay_out(region: NDArray[np.uint8], geometry: Geometry) -> SlotPlanes:
+        return layer_first(region, geometry)

@@ -1,0 +1,147 @@
+"""The copies of a transfer, as the mover asks for them: the seam where tests hold, fail and reorder them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tiercache.errors import StoreError, Untrusted
+from tiercache.kernels.host import copy_layer
+from tiercache.keys import Digest, block_keys, sha256
+from tiercache.storage.checksum import verify
+from tiercache.storage.contract import Put, Store
+from tiercache.storage.workers import Lane, Workers
+from tiercache.transfer import Discard, Report, Transfer
+from tiercache.types import Identity
+
+
+class Copier(Protocol):
+    """What the mover has done for it. Each call is one piece of work away from the event loop."""
+
+    def layers(self, transfer: Transfer) -> int:
+        """Return how many layers the blocks have."""
+        ...
+
+    def chunks(self, transfer: Transfer) -> Sequence[tuple[int, int]]:
+        """Return the pieces, as ranges of blocks, in which the transfer is best copied."""
+        ...
+
+    async def verify(self, transfer: Transfer) -> Report:
+        """Check the blocks where they lie; report how many leading ones are sound."""
+        ...
+
+    async def layer(self, transfer: Transfer, layer: int, count: int) -> None:
+        """Copy one layer of the first `count` blocks."""
+        ...
+
+    async def blocks(self, transfer: Transfer, low: int, high: int) -> Report:
+        """Copy blocks `low` to `high`, each whole and verified; report how many leading ones of them arrived."""
+        ...
+
+    async def put(self, transfer: Transfer) -> Report:
+        """Write all blocks to a durable store; report how many leading ones are safe there."""
+        ...
+
+    async def discard(self, discard: Discard) -> None:
+        """Remove records from a durable store. Raises StoreError."""
+        ...
+
+
+class StoreCopier:
+    """Copies between stores (one a tier position) in the lanes of `workers`. `digest` makes the durable keys."""
+
+    def __init__(self, stores: Sequence[Store], workers: Workers, *, digest: Digest = sha256, chunk_bytes: int = 4 << 20) -> None:
+        self._stores = stores
+        self._workers = workers
+        self._digest = digest
+        self._chunk = max(1, chunk_bytes // stores[0].geometry.block_bytes)
+
+    def layers(self, transfer: Transfer) -> int:
+        """Return how many layers the blocks have."""
+        return self._stores[transfer.to].geometry.layers
+
+    def chunks(self, transfer: Transfer) -> Sequence[tuple[int, int]]:
+        """Return ranges of a few MiB, so that several threads share one transfer."""
+        return [(low, min(low + self._chunk, transfer.count)) for low in range(0, transfer.count, self._chunk)]
+
+    async def verify(self, transfer: Transfer) -> Report:
+        """Check every block in its source slot."""
+        return await self._workers.run(Lane.COPY, self._verify, transfer)
+
+    async def layer(self, transfer: Transfer, layer: int, count: int) -> None:
+        """Copy one layer of the first `count` blocks from slot to slot."""
+        await self._workers.run(Lane.COPY, self._layer, transfer, layer, count)
+
+    async def blocks(self, transfer: Transfer, low: int, high: int) -> Report:
+        """Copy blocks into slots that are memory."""
+        durable = self._stores[transfer.sources[low]].durable
+        return await self._workers.run(Lane.READ if durable else Lane.COPY, self._blocks, transfer, low, high)
+
+    async def put(self, transfer: Transfer) -> Report:
+        """Write all blocks in one call, so that the store makes few transactions of them."""
+        return await self._workers.run(Lane.WRITE, self._put, transfer)
+
+    async def discard(self, discard: Discard) -> None:
+        """Remove records."""
+        await self._workers.run(Lane.WRITE, self._stores[discard.position].discard, discard.slots)
+
+    # --- on worker threads ------------------------------------------------------------------------------------------------
+
+    def _verify(self, transfer: Transfer) -> Report:
+        for block in range(transfer.count):
+            store = self._stores[transfer.sources[block]]
+            slot = transfer.slots_from[block]
+            view = store.view(slot)
+            assert view is not None, "a layer-wise copy reads from memory"
+            try:
+                verify(view, transfer.checksums[block], f"{store.tier} slot {slot}")
+            except Untrusted as error:
+                return Report(arrived=block, error=error, rotten=True)
+        return Report(arrived=transfer.count)
+
+    def _layer(self, transfer: Transfer, layer: int, count: int) -> None:
+        target = self._stores[transfer.to]
+        for block in range(count):
+            source = self._stores[transfer.sources[block]].view(transfer.slots_from[block])
+            into = target.view(transfer.slots_to[block])
+            assert source is not None and into is not None
+            copy_layer(source, into, layer, target.geometry.parts)
+
+    def _blocks(self, transfer: Transfer, low: int, high: int) -> Report:
+        target = self._stores[transfer.to]
+        identities = _identities(transfer, transfer.keys)
+        for block in range(low, high):
+            into = target.view(transfer.slots_to[block])
+            assert into is not None
+            try:
+                self._stores[transfer.sources[block]].fetch(transfer.slots_from[block], identities[block], into)
+            except StoreError as error:
+                return Report(arrived=block - low, error=error, rotten=True)
+        return Report(arrived=high - low)
+
+    def _put(self, transfer: Transfer) -> Report:
+        keys = block_keys(transfer.namespace, transfer.parent_key, transfer.symbols, transfer.stride, self._digest)
+        identities = _identities(transfer, keys)
+        items: list[Put] = []
+        for block in range(transfer.count):
+            view = self._stores[transfer.sources[block]].view(transfer.slots_from[block])
+            assert view is not None
+            items.append(Put(transfer.slots_to[block], identities[block], view))
+        outcomes = self._stores[transfer.to].put(items)
+        good = next((place for place, outcome in enumerate(outcomes) if outcome.error is not None), len(outcomes))
+        error = outcomes[good].error if good < len(outcomes) else None
+        rotten = isinstance(error, Untrusted) and error.reason == "checksum"
+        return Report(
+            arrived=good, error=error, rotten=rotten, keys=keys[:good], charges=[outcome.charge for outcome in outcomes[:good]]
+        )
+
+
+def _identities(transfer: Transfer, keys: Sequence[bytes] | None) -> list[Identity]:
+    """Return who the blocks are. Without keys only the checksums count: memory keeps no others."""
+    stride = transfer.stride
+    known = keys if keys is not None else [b""] * transfer.count
+    parents = [transfer.parent_key, *known[:-1]]
+    return [
+        Identity(transfer.namespace, 0, 0, key, parent, transfer.symbols[block * stride : (block + 1) * stride], checksum)
+        for block, (key, parent, checksum) in enumerate(zip(known, parents, transfer.checksums, strict=True))
+    ]

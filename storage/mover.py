@@ -1,0 +1,187 @@
+"""Executes transfers: copy → verify → commit, each as a task of the mover's own.
+
+Whoever waits for a transfer waits for its `Flight`. Cancelling the waiter abandons the wait and nothing else: the task goes on
+to the end of the copy, and only then are slots committed or freed. Completions of one tier are committed in the order in which
+the store reports them, which for a chain is from its root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from tiercache.errors import StoreError, Untrusted
+from tiercache.moves import Moves, Work
+from tiercache.stats import Stats
+from tiercache.storage.copier import Copier
+from tiercache.transfer import Discard, Report, State, Transfer
+
+log = logging.getLogger(__name__)
+
+
+class Flight:
+    """A transfer or a discard under way. `layers[i]` is set when layer `i` of all its blocks has arrived."""
+
+    __slots__ = ("done", "layers", "report", "work")
+
+    def __init__(self, work: Work, layers: int) -> None:
+        self.work = work
+        self.done = asyncio.Event()
+        self.layers = [asyncio.Event() for _ in range(layers)]
+        self.report: Report | None = None
+        """What became of it; there when `done` is set, None for a discard and for a copy that broke."""
+
+    async def wait(self) -> Report | None:
+        """Wait until the transfer is committed or given up, and return its report."""
+        await self.done.wait()
+        return self.report
+
+
+class Mover:
+    """Runs the moves that the core plans.
+
+    After a failed write to a durable tier nothing more is planned into it for `retry_seconds`.
+    """
+
+    def __init__(self, moves: Moves, copier: Copier, stats: Stats, *, retry_seconds: float = 1.0) -> None:
+        self._moves = moves
+        self._copier = copier
+        self._stats = stats
+        self._retry = retry_seconds
+        self._flights: dict[int, Flight] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed: set[asyncio.Future[None]] = set()
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._closing = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._flights)
+
+    def start(self, work: Iterable[Work]) -> list[Flight]:
+        """Begin to execute what the core planned."""
+        flights: list[Flight] = []
+        for item in work:
+            layers = self._copier.layers(item) if isinstance(item, Transfer) and item.layerwise else 0
+            flight = Flight(item, layers)
+            self._flights[item.number] = flight
+            run = self._discard(item, flight) if isinstance(item, Discard) else self._transfer(item, flight)
+            task = asyncio.get_running_loop().create_task(run, name=f"tiercache-move-{item.number}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            flights.append(flight)
+        return flights
+
+    def flights(self) -> list[Flight]:
+        """Return everything under way."""
+        return list(self._flights.values())
+
+    def flight(self, number: int) -> Flight | None:
+        """Return a transfer under way by its number."""
+        return self._flights.get(number)
+
+    async def change(self, seconds: float | None = None) -> bool:
+        """Wait until a move has ended; return False when `seconds` passed first."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changed.add(future)
+        try:
+            async with asyncio.timeout(seconds):
+                await future
+        except TimeoutError:
+            return False
+        finally:
+            self._changed.discard(future)
+        return True
+
+    async def settle(self) -> None:
+        """Wait until nothing is under way."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    def close(self) -> None:
+        """Stop retrying. Call when nothing is under way."""
+        self._closing = True
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+
+    async def _transfer(self, transfer: Transfer, flight: Flight) -> None:
+        transfer.state = State.COPYING
+        try:
+            report = await self._copy(transfer, flight)
+        except StoreError as error:
+            report = Report(arrived=0, error=error)
+        except Exception as error:  # a copy that breaks must still give its slots back
+            log.exception("transfer %d broke", transfer.number)
+            report = Report(arrived=0, error=StoreError(f"the copy broke: {error!r}"))
+        if report.error is not None:
+            self._failed(transfer, report.error)
+        flight.report = report
+        self._ended(flight, self._moves.complete(transfer, report))
+
+    async def _copy(self, transfer: Transfer, flight: Flight) -> Report:
+        if self._moves.residency.durable[transfer.to]:
+            return await self._copier.put(transfer)
+        if transfer.layerwise:
+            report = await self._copier.verify(transfer)
+            for layer, ready in enumerate(flight.layers):
+                await self._copier.layer(transfer, layer, report.arrived)
+                ready.set()
+            return report
+        pieces = self._copier.chunks(transfer)
+        reports = await asyncio.gather(*(self._copier.blocks(transfer, low, high) for low, high in pieces), return_exceptions=True)
+        arrived = 0
+        for (low, high), piece in zip(pieces, reports, strict=True):
+            if isinstance(piece, BaseException):
+                if not isinstance(piece, StoreError):
+                    raise piece
+                return Report(arrived=arrived, error=piece)
+            arrived += piece.arrived
+            if piece.arrived < high - low:
+                return Report(arrived=arrived, error=piece.error, rotten=piece.rotten)
+        return Report(arrived=arrived)
+
+    async def _discard(self, discard: Discard, flight: Flight) -> None:
+        discard.state = State.COPYING
+        while not self._closing:
+            try:
+                await self._copier.discard(discard)
+                break
+            except StoreError as error:
+                # The records are still there: the slots stay taken until they are not.
+                self._failed(discard, error)
+                await asyncio.sleep(self._retry)
+        self._moves.discarded(discard)
+        self._ended(flight, [])
+
+    def _failed(self, work: Work, error: StoreError) -> None:
+        self._stats.failed(error.reason if isinstance(error, Untrusted) else type(error).__name__)
+        position = work.to if isinstance(work, Transfer) else work.position
+        if isinstance(error, Untrusted) or not self._moves.residency.durable[position]:
+            return
+        log.warning("%s refuses blocks: %s", self._moves.residency.tiers[position], error)
+        if self._closing:
+            return
+        self._moves.refusing.add(position)
+        timer = asyncio.get_running_loop().call_later(self._retry, self._retried, position)
+        self._timers.add(timer)
+
+    def _retried(self, position: int) -> None:
+        self._moves.refusing.discard(position)
+        self._timers = {timer for timer in self._timers if timer.when() > asyncio.get_running_loop().time()}
+        self._wake()
+
+    def _ended(self, flight: Flight, more: list[Work]) -> None:
+        del self._flights[flight.work.number]
+        for ready in flight.layers:
+            ready.set()
+        flight.done.set()
+        self.start(more)
+        self._wake()
+
+    def _wake(self) -> None:
+        for future in self._changed:
+            if not future.done():
+                future.set_result(None)

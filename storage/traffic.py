@@ -1,0 +1,299 @@
+"""When blocks move: room for writers, promotions for readers, copies to the durable tier, and draining ahead of need.
+
+The rules that keep it from locking up:
+
+* Nothing waits for room while it holds room. Who waits stands in a queue per tier, with a deadline, and holds nothing.
+* Room is made strictly downwards, and a demotion never waits for a promotion.
+* Tasks here may be cancelled at any await: what is under way belongs to the mover.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+
+from tiercache.cache import Cache
+from tiercache.clock import Clock
+from tiercache.leases import Lease, Reservation
+from tiercache.storage.mover import Flight, Mover
+from tiercache.transfer import Transfer
+from tiercache.tree import path
+
+_COPY_PATIENCE = 5.0
+"""Seconds that a writer waits for copies between memories once room has been decided on; they never wait for a disk."""
+
+
+class Promotion:
+    """The way of a lease's blocks up. `readable` is set when all that will be in memory is there, `done` when it is over."""
+
+    __slots__ = ("done", "flights", "readable")
+
+    def __init__(self) -> None:
+        self.readable = asyncio.Event()
+        self.done = asyncio.Event()
+        self.flights: list[Flight] = []
+
+
+class Traffic:
+    """Schedules the moves of one cache. Times are in seconds; watermarks are fractions of a tier's slots."""
+
+    def __init__(
+        self, cache: Cache, mover: Mover, clock: Clock, *, admit: float, promote: float, watermark_low: float, watermark_high: float
+    ) -> None:
+        self._cache = cache
+        self._mover = mover
+        self._clock = clock
+        self._admit = admit
+        self._promote = promote
+        self._low = [int(pool.capacity * watermark_low) for pool in cache.residency.slots]
+        self._high = [
+            max(low, int(pool.capacity * watermark_high)) for low, pool in zip(self._low, cache.residency.slots, strict=True)
+        ]
+        self._turns = [asyncio.Lock() for _ in cache.tiers]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._draining: set[int] = set()
+
+    # --- room -------------------------------------------------------------------------------------------------------------
+
+    async def room_to_write(self, position: int, want: int) -> None:
+        """Make room for a writer: wait for demotions for as long as an insert may, then let the least valuable go.
+
+        Returns when `want` slots are free, or no more can be had.
+        """
+        want = min(want, self._cache.residency.slots[position].capacity)
+        await self._room(position, want, self._admit, drop=True)
+
+    async def _room(self, position: int, want: int, seconds: float, *, drop: bool) -> None:
+        pool, moves = self._cache.residency.slots[position], self._cache.moves
+        if pool.free >= want and not self._turns[position].locked():
+            return
+        deadline = self._clock.now() + seconds
+        async with self._turns[position]:
+            while pool.free < want and not moves.refusing.intersection(range(position + 1, len(self._cache.tiers))):
+                self._mover.start(moves.make_room(position, want))
+                if pool.free >= want or not self._mover.busy:
+                    break
+                left = deadline - self._clock.now()
+                if left <= 0 or not await self._mover.change(left):
+                    break
+            if not drop:
+                return
+            deadline = self._clock.now() + _COPY_PATIENCE
+            while pool.free < want:
+                self._mover.start(moves.make_room(position, want, drop=True))
+                left = deadline - self._clock.now()
+                if pool.free >= want or not moves.leaving[position] or left <= 0 or not await self._mover.change(left):
+                    break
+
+    async def wait_for(self, other: Reservation, seconds: float) -> bool:
+        """Wait until another writer's reservation has ended; return False when `seconds` passed first."""
+        if other.closed:
+            return True
+        ended = asyncio.Event()
+        other.on_close.append(ended.set)
+        try:
+            async with asyncio.timeout(seconds):
+                await ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def drain(self) -> None:
+        """Begin to free slots ahead of need in every tier that has fallen below its low watermark."""
+        for position, pool in enumerate(self._cache.residency.slots):
+            if pool.free < self._low[position] and position not in self._draining:
+                self._draining.add(position)
+                self._spawn(self._drain(position), f"drain-{self._cache.tiers[position]}")
+
+    async def _drain(self, position: int) -> None:
+        pool, moves = self._cache.residency.slots[position], self._cache.moves
+        try:
+            while pool.free < self._high[position]:
+                flights = self._mover.start(moves.make_room(position, self._high[position]))
+                if not flights and not moves.leaving[position]:
+                    return
+                if flights:
+                    for flight in flights:
+                        report = await flight.wait()
+                        if report is not None and report.error is not None:
+                            return
+                else:
+                    await self._mover.change()
+        finally:
+            self._draining.discard(position)
+
+    # --- promotion --------------------------------------------------------------------------------------------------------
+
+    def promote(self, lease: Lease) -> Promotion:
+        """Begin to bring a lease's blocks up, as far as there is room. The lease's end stops what has not begun."""
+        promotion = Promotion()
+        if all(position == 0 for position in self._cache.tiers_of(lease)):
+            promotion.readable.set()
+            promotion.done.set()
+        else:
+            self._spawn(self._lift_all(lease, promotion), "promote")
+        return promotion
+
+    async def _lift_all(self, lease: Lease, promotion: Promotion) -> None:
+        lowest = len(self._cache.tiers) - 1
+        memory = lowest - 1 if self._cache.residency.durable[lowest] else lowest
+        try:
+            if memory < 0:
+                return
+            # The upper part goes up while the lower part is read from disk; then the lower part follows.
+            ahead = asyncio.gather(*(self._lift(lease, promotion, to, to + 1) for to in range(memory)))
+            try:
+                if memory < lowest:
+                    await self._lift(lease, promotion, memory, lowest)
+                promotion.readable.set()
+                await ahead
+            finally:
+                ahead.cancel()
+            for to in reversed(range(memory)):
+                await self._lift(lease, promotion, to, to + 1)
+            if memory < lowest:
+                for to in range(memory):  # what the tier between had no room for
+                    await self._lift(lease, promotion, to, lowest)
+        finally:
+            promotion.readable.set()
+            promotion.done.set()
+
+    async def _lift(self, lease: Lease, promotion: Promotion, to: int, source: int) -> None:
+        """Bring the part of the path that lies in the tier at `source` up to the tier at `to`."""
+        cache, moves = self._cache, self._cache.moves
+        while not lease.ended():
+            for flight in self._bringing(lease, to):  # somebody else's promotion of the same blocks
+                promotion.flights.append(flight)
+                await flight.wait()
+            if lease.ended():
+                return
+            nodes = moves.slower(lease.node, to)
+            if not nodes or nodes[0].tag != source:
+                return
+            allowed = cache.allowance(lease.session, to) if lease.charged else cache.residency.slots[to].capacity
+            want = min(allowed, sum(len(node.blocks) for node in nodes if node.tag == source))
+            if want == 0:
+                return
+            await self._room(to, want, self._promote, drop=False)
+            if lease.ended():
+                return
+            transfer = moves.plan_promote(lease.node, to, most=allowed, layerwise=not cache.residency.durable[source])
+            if transfer is None:
+                return
+            [flight] = self._mover.start([transfer])
+            promotion.flights.append(flight)
+            report = await flight.wait()
+            cache.charge(lease)
+            self.drain()
+            if report is None or report.arrived < transfer.count:
+                return
+
+    def _bringing(self, lease: Lease, to: int) -> list[Flight]:
+        nodes = path(lease.node)
+        if not any(node.arriving >> to & 1 for node in nodes):
+            return []
+        mine = set(map(id, nodes))
+        found: list[Flight] = []
+        for flight in self._mover.flights():
+            work = flight.work
+            if (
+                isinstance(work, Transfer)
+                and work.to == to
+                and any(id(node) in mine for node in self._cache.residency.owners(work.blocks))
+            ):
+                found.append(flight)
+        return found
+
+    # --- copies to the durable tier -----------------------------------------------------------------------------------------
+
+    async def persist(self, lease: Lease) -> int:
+        """Bring a lease's blocks to the durable tier and return how many of them, from the first on, are there."""
+        cache, moves = self._cache, self._cache.moves
+        position = len(cache.tiers) - 1
+        if not cache.residency.durable[position]:
+            return 0
+        while True:
+            for flight in self._bringing(lease, position):
+                await flight.wait()
+            missing = sum(len(node.blocks) for node in path(lease.node) if node.alive and not node.copies >> position & 1)
+            if missing == 0:
+                break
+            await self._room(position, min(missing, cache.residency.slots[position].capacity), self._promote, drop=False)
+            transfer = moves.plan_persist(lease.node, position)
+            if transfer is None:
+                if self._bringing(lease, position):
+                    continue
+                break
+            [flight] = self._mover.start([transfer])
+            report = await flight.wait()
+            if report is None or report.arrived < transfer.count:
+                break
+        return self.durable(lease)
+
+    def durable(self, lease: Lease) -> int:
+        """Return how many of a lease's blocks, from the first on, the durable tier holds."""
+        position = len(self._cache.tiers) - 1
+        count = 0
+        if self._cache.residency.durable[position]:
+            for node in path(lease.node):
+                if not node.alive or not node.copies >> position & 1:
+                    break
+                count += len(node.blocks)
+        return count
+
+    # --- the end ------------------------------------------------------------------------------------------------------------
+
+    async def settle(self) -> None:
+        """Wait until nothing is under way and nothing is being drained."""
+        while self._tasks or self._mover.busy:
+            if self._tasks:
+                await asyncio.wait(list(self._tasks))
+            await self._mover.settle()
+
+    async def write_down(self, seconds: float) -> int:
+        """Bring to the durable tier what is not there, most recently used prefixes first; return how many blocks are left out.
+
+        Stops after `seconds`, when the store refuses, or when there is no more room without giving up what was used later.
+        """
+        cache = self._cache
+        position = len(cache.tiers) - 1
+        if not cache.residency.durable[position]:
+            return 0
+        deadline = self._clock.now() + seconds
+        waiting = [node for node in cache.residency.nodes if node is not None and node.alive and not node.copies >> position & 1]
+        waiting.sort(key=lambda node: -node.used)
+        for node in waiting:
+            while node.alive and not node.copies >> position & 1 and self._clock.now() < deadline:
+                transfer = cache.moves.plan_persist(node, position)
+                if transfer is None:
+                    flights = self._mover.start(cache.moves.make_room(position, 1, spare=False))
+                    if not flights and not self._mover.busy:
+                        break
+                    if not await self._mover.change(deadline - self._clock.now()):
+                        break
+                    continue
+                [flight] = self._mover.start([transfer])
+                try:
+                    async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
+                        report = await flight.wait()
+                except TimeoutError:
+                    break
+                if report is None or report.error is not None:
+                    break
+        return sum(
+            len(node.blocks)
+            for node in cache.residency.nodes
+            if node is not None and node.alive and not node.copies >> position & 1
+        )
+
+    async def close(self) -> None:
+        """Cancel what waits here. What is under way goes on in the mover."""
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    def _spawn(self, work: Coroutine[object, object, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=f"tiercache-{name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
