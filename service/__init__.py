@@ -1,0 +1,1 @@
+"""How others reach the cache: the face in one process, runners, the command line."""

@@ -1,0 +1,225 @@
+"""The cache in one process: tiers, tree and movement behind the same face as the daemon's."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from tiercache.config import Config
+from tiercache.errors import Closed, NoShare, SpecMismatch, TierTooSmall, UnsupportedSpec
+from tiercache.leases import Session
+from tiercache.service.hit import Handle
+from tiercache.service.kv import LocalKV
+from tiercache.service.stack import Seams, Stack
+from tiercache.sizes import parse_size
+from tiercache.spec import ITEM_BYTES, Geometry, KVSpec, Namespace
+from tiercache.storage.arenas import DramArena, HostHbmArena
+from tiercache.storage.contract import Store
+from tiercache.storage.memory import HostMemory, require_memory
+from tiercache.storage.ssd import SsdTier
+from tiercache.storage.workers import Lane, Workers
+from tiercache.types import Tier
+
+_ARENAS = {Tier.HBM: HostHbmArena, Tier.DRAM: DramArena}
+_PAGE = 4096
+
+
+class TierCache:
+    """All tiers of a configuration in this process; an async context manager.
+
+    Entering allocates the host memory for real, takes the SSD tier's directory, and makes what it holds findable; leaving
+    writes down what is not durable yet. `seams` is for tests.
+
+    Entering raises MemoryRefused, DirectoryRefused, DirectoryLocked or StoreError; nothing is left behind then.
+    """
+
+    def __init__(self, config: Config, *, seams: Seams | None = None) -> None:
+        self.config = config
+        self._seams = seams or Seams()
+        self._sizes = {tier.place: tier.bytes for tier in config.tiers}
+        self._memory: dict[Tier, HostMemory] = {}
+        self._disk: SsdTier | None = None
+        self._stacks: dict[Geometry, Stack] = {}
+        self._sessions: dict[Geometry, Session] = {}
+        self._specs: dict[Namespace, set[KVSpec]] = {}
+        self._kvs: list[LocalKV] = []
+        self._workers: Workers | None = None
+        self._taken: dict[int, Geometry] = {}
+        self._opening = asyncio.Lock()
+
+    # --- beginning and end ------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Allocate the tiers."""
+        if self._workers is not None:
+            raise Closed("this cache is open already; make another")
+        workers = self._seams.workers(self.config)
+        try:
+            await workers.run(Lane.WRITE, self._allocate)
+        except BaseException:
+            self._free()
+            workers.close()
+            raise
+        self._workers = workers
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Write down what is not durable, and give everything back."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the cache; every later call raises Closed. May be called twice."""
+        workers, self._workers = self._workers, None
+        if workers is None:
+            return
+        try:
+            for kv in self._kvs:
+                kv.close()
+            for stack in self._stacks.values():
+                await stack.close()
+            if self._disk is not None:
+                await workers.run(Lane.READ, self._disk.close)
+        finally:
+            workers.close()
+            self._free()
+
+    def _allocate(self) -> None:
+        memory = {tier: size for tier, size in self._sizes.items() if tier in _ARENAS}
+        require_memory(sum(memory.values()))
+        for tier, size in memory.items():
+            self._memory[tier] = HostMemory(size, name=f"tiercache-{tier.name.lower()}")
+        if Tier.SSD in self._sizes:
+            self._disk = SsdTier(self.config.path, codec=self.config.codec, batch_bytes=parse_size(self.config.batch_bytes))
+
+    def _free(self) -> None:
+        for memory in self._memory.values():
+            memory.close()
+        self._memory.clear()
+        if self._disk is not None:
+            self._disk.close()
+            self._disk = None
+
+    # --- the face ---------------------------------------------------------------------------------------------------------
+
+    async def open(self, space: Namespace, spec: KVSpec, *, shard: int = 0) -> LocalKV:
+        """Return the KV of the namespace `space` with the layout `spec`.
+
+        What an earlier run left on SSD under the same namespace and layout is there. Raises SpecMismatch when the namespace
+        is open with another layout that has no share of its own, NoShare when no share of the tiers is left for blocks of
+        this size, TierTooSmall when a tier can't hold one block, UnsupportedSpec for more than one shard.
+        """
+        workers = self._require_open()
+        if space.world != 1 or shard != 0:
+            raise UnsupportedSpec(
+                f"world={space.world}, shard={shard}: this version stores KV that is not split (world=1, shard=0)",
+                world=space.world,
+                shard=shard,
+            )
+        async with self._opening:
+            self._require_same(space, spec)
+            stack = self._stacks.get(spec.geometry)
+            if stack is None:
+                offset, fraction = self._share(spec)
+                stores = await workers.run(Lane.WRITE, self._open_stores, spec, offset, fraction)
+                self._require_open()
+                stack = Stack(self.config, spec.geometry, spec.block_size, stores, workers, self._seams)
+                self._stacks[spec.geometry] = stack
+                self._sessions[spec.geometry] = stack.cache.begin_session()
+                stack.begin()
+            self._specs.setdefault(space, set()).add(spec)
+        if self._disk is not None:
+            await workers.run(Lane.WRITE, self._disk.remember, space, spec)
+        handle = Handle(
+            stack, stack.cache.residency.space(space.digest(spec), 4 * spec.block_size), spec, self._sessions[spec.geometry]
+        )
+        kv = LocalKV(handle, limit=self.config.max_tokens, require_open=self._require_open)
+        self._kvs.append(kv)
+        return kv
+
+    async def check(self) -> dict[str, int]:
+        """Audit the books of every tier; return how many nodes, blocks and leases were looked at.
+
+        Raises AuditFailed, listing every fault. Meant for tests and operators: it walks everything.
+        """
+        self._require_open()
+        total: dict[str, int] = {}
+        for stack in self._stacks.values():
+            for name, count in stack.check().items():
+                total[name] = total.get(name, 0) + count
+        return total
+
+    async def settle(self) -> None:
+        """Wait until nothing moves any more: demotions, promotions, writes, background draining."""
+        self._require_open()
+        for stack in self._stacks.values():
+            await stack.traffic.settle()
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The parts of the cache, one a geometry: for statistics and drawing."""
+        return tuple(self._stacks.values())
+
+    # --- inside -----------------------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> Workers:
+        if self._workers is None:
+            raise Closed("the cache is closed")
+        return self._workers
+
+    def _require_same(self, space: Namespace, spec: KVSpec) -> None:
+        others = self._specs.get(space, set()) - {spec}
+        if not others or any(share.block_bytes == spec.block_bytes for share in self.config.shares):
+            return
+        other = next(iter(others))
+        raise SpecMismatch(f"the namespace of {space.model!r} is open with {other}; got {spec}", found=spec, expected=other)
+
+    def _share(self, spec: KVSpec) -> tuple[float, float]:
+        """Return where the share of the spec's blocks begins, as a fraction of each tier, and how large it is."""
+        geometry, size = spec.geometry, spec.block_bytes
+        taken = self._taken.get(size)
+        if taken is not None and taken != geometry:
+            raise NoShare(
+                f"blocks of {size} bytes have the shape {taken} here; {geometry} can't share slots with it", block_bytes=size
+            )
+        if not self.config.shares:
+            if self._taken and size not in self._taken:
+                [other] = self._taken
+                raise NoShare(
+                    f"all of the tiers belongs to blocks of {other} bytes; to store blocks of {size} bytes beside them, name both "
+                    f"in the configuration's shares",
+                    block_bytes=size,
+                    taken=other,
+                )
+            self._taken[size] = geometry
+            return 0.0, 1.0
+        begin = 0.0
+        for share in self.config.shares:
+            if share.block_bytes == size:
+                self._taken[size] = geometry
+                return begin, share.fraction
+            begin += share.fraction
+        known = ", ".join(str(share.block_bytes) for share in self.config.shares)
+        raise NoShare(
+            f"no share of the tiers is for blocks of {size} bytes; the configuration has shares for {known}", block_bytes=size
+        )
+
+    def _open_stores(self, spec: KVSpec, begin: float, fraction: float) -> list[Store]:
+        stores: list[Store] = []
+        try:
+            for tier, size in self._sizes.items():
+                length = int(size * fraction)
+                if tier in _ARENAS:
+                    offset = -(-int(size * begin) // _PAGE) * _PAGE
+                    length = min(length, size - offset)
+                    stores.append(_ARENAS[tier](self._memory[tier], spec.geometry, offset=offset, length=length))
+                else:
+                    assert self._disk is not None
+                    stores.append(self._disk.open(spec.geometry, capacity_bytes=length, item_bytes=ITEM_BYTES[spec.dtype]))
+        except BaseException as error:
+            for store in stores:
+                store.close()
+            if isinstance(error, TierTooSmall):
+                self._taken.pop(spec.block_bytes, None)
+            raise
+        return stores

@@ -1,0 +1,252 @@
+"""The composition root of one share: stores, core, mover and traffic for blocks of one geometry, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tiercache.audit import check
+from tiercache.cache import Cache
+from tiercache.clock import Clock, MonotonicClock
+from tiercache.config import Config
+from tiercache.errors import StoreError
+from tiercache.keys import Digest, sha256
+from tiercache.leases import Lease
+from tiercache.moves import Work
+from tiercache.policy import LRU, PolicyFactory
+from tiercache.restore import Stored, restore
+from tiercache.sizes import parse_size
+from tiercache.spec import Geometry
+from tiercache.storage.contract import Store
+from tiercache.storage.copier import Copier, StoreCopier
+from tiercache.storage.mover import Mover
+from tiercache.storage.reader import Place, Reader
+from tiercache.storage.slots import SlotPool
+from tiercache.storage.ssd import SsdStore
+from tiercache.storage.traffic import Traffic
+from tiercache.storage.workers import Lane, ThreadWorkers, Workers
+from tiercache.transfer import Discard, Transfer
+from tiercache.tree import path
+from tiercache.types import Tier
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_PATIENCE = 5.0
+"""Seconds that closing gives moves under way, beyond what it may take to write down."""
+_WRITERS = 4
+"""Threads that hand writes to the store: it does one after the other, and what waits together in one transaction."""
+
+
+def _threads(config: Config) -> Workers:
+    return ThreadWorkers({Lane.COPY: config.copy_threads, Lane.READ: config.read_threads, Lane.WRITE: _WRITERS})
+
+
+def _as_it_is(copier: Copier) -> Copier:
+    return copier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seams:
+    """What a test replaces: time, threads, copies, digests, the policy. Each default is what production runs."""
+
+    clock: Clock = field(default_factory=MonotonicClock)
+    workers: Callable[[Config], Workers] = _threads
+    copier: Callable[[Copier], Copier] = _as_it_is
+    digest: Digest = sha256
+    policy: PolicyFactory = LRU
+
+
+class Stack:
+    """Everything of one geometry. `stores` are fastest first; the last one may be an SsdStore, which is loaded here."""
+
+    def __init__(
+        self, config: Config, geometry: Geometry, block_size: int, stores: Sequence[Store], workers: Workers, seams: Seams
+    ) -> None:
+        self.geometry = geometry
+        self.block_size = block_size
+        self.stores = tuple(stores)
+        self._workers = workers
+        self._config = config
+        self._disk = next((store for store in stores if isinstance(store, SsdStore)), None)
+        pools = {
+            store.tier: SlotPool(store.capacity, budget=store.budget_units if isinstance(store, SsdStore) else None)
+            for store in stores
+        }
+        self.cache = Cache(
+            [store.tier for store in stores],
+            pools,
+            durable=[store.tier for store in stores if store.durable],
+            policy=seams.policy,
+            batch_blocks=parse_size(config.batch_bytes) // geometry.block_bytes,
+            lease_share=config.lease_share,
+        )
+        copier = seams.copier(StoreCopier(stores, workers, digest=seams.digest))
+        self.mover = Mover(self.cache.moves, copier, self.cache.stats)
+        self.traffic = Traffic(
+            self.cache,
+            self.mover,
+            seams.clock,
+            admit=config.admit_ms / 1000,
+            promote=config.promote_ms / 1000,
+            watermark_low=config.watermark_low,
+            watermark_high=config.watermark_high,
+        )
+        self.reader = Reader(stores, workers, block_size=block_size)
+        self._sweeping: asyncio.Task[None] | None = None
+        self._finishing: set[asyncio.Task[Any]] = set()
+
+    # --- beginning and end ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Serve the tree from the metadata, at once, and compare it with the data in the background."""
+        if self._disk is None:
+            return
+        strays = self._restore(self._disk)
+        self._sweeping = asyncio.get_running_loop().create_task(self._sweep(self._disk, strays), name="tiercache-sweep")
+
+    def _restore(self, disk: SsdStore) -> list[int]:
+        loaded = disk.load()
+        position = len(self.stores) - 1
+        of: dict[bytes, list[int]] = {}
+        for place, namespace in enumerate(loaded.namespaces):
+            of.setdefault(namespace, []).append(place)
+        strays: list[int] = []
+        slots, charges = loaded.slots.tolist(), loaded.charges.tolist()
+        for namespace, places in of.items():
+            stored = Stored(
+                slots=[slots[place] for place in places],
+                keys=[loaded.keys[place] for place in places],
+                parents=[loaded.parents[place] for place in places],
+                symbols=[loaded.symbols[place] for place in places],
+                checksums=[loaded.checksums[place] for place in places],
+                charges=[charges[place] for place in places],
+            )
+            strays += restore(self.cache, namespace, len(stored.symbols[0]), stored, position)
+        return strays
+
+    async def _sweep(self, disk: SsdStore, strays: list[int]) -> None:
+        """Delete what nothing names, and drop what metadata names and data lacks with all that follows it."""
+        position = len(self.stores) - 1
+        residency = self.cache.residency
+        try:
+            if strays:
+                await self._workers.run(Lane.WRITE, disk.discard, strays)
+            while True:
+                found = await self._workers.run(Lane.READ, disk.reconcile)
+                for slot in found.absent:
+                    [blocks] = (residency.table.slot[position] == slot).nonzero()
+                    for block in blocks.tolist():
+                        node = residency.nodes[residency.table.owner[block]]
+                        if node is not None and node.alive:
+                            self.cache.stats.failed("absent")
+                            self.cache.lose_block(node, block)
+                self.mover.start(self.cache.moves.take_waste())
+                if found.done:
+                    return
+        except StoreError as error:
+            log.warning("comparing metadata with data stopped: %s", error)
+
+    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run what must not be cut short and return its result; a caller that is cancelled leaves, the work goes on."""
+        task = asyncio.get_running_loop().create_task(work, name="tiercache-finish")
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+        return await asyncio.shield(task)
+
+    async def close(self) -> int:
+        """Write down what is not durable, for at most the configured time; return how many blocks were left out."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.wait([self._sweeping])
+        await self.traffic.close()
+        if self._finishing:
+            await asyncio.wait(list(self._finishing))
+        for session in list(self.cache.sessions):
+            self.cache.end_session(session)
+        self.mover.start(self.cache.moves.take_waste())
+        lost = 0
+        try:
+            async with asyncio.timeout(_PATIENCE + self._config.drain_seconds):
+                await self.mover.settle()
+                lost = await self.traffic.write_down(self._config.drain_seconds)
+                await self.mover.settle()
+        except TimeoutError:
+            log.warning("a move is stuck; closing without it")
+        self.mover.close()
+        if self._disk is not None and not self.mover.busy:
+            try:
+                await self._workers.run(Lane.WRITE, self._leave_order, self._disk)
+            except StoreError as error:
+                log.warning("the order of use was not written down: %s", error)
+        for store in self.stores:
+            if store is not self._disk:
+                store.close()
+        return lost
+
+    def _leave_order(self, disk: SsdStore) -> None:
+        position = len(self.stores) - 1
+        nodes = [node for node in self.cache.residency.nodes if node is not None and node.alive and node.copies >> position & 1]
+        # Ties are of one path: what follows stands before what it follows.
+        depth = {node: place for place, node in enumerate(nodes)}
+        nodes.sort(key=lambda node: (node.used, -depth[node]))
+        order: list[int] = []
+        for node in nodes:
+            order.extend(reversed(self.cache.residency.table.slots(node.blocks, position)))
+        disk.leave_order(order)
+
+    # --- for the face -----------------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> int:
+        """How many tiers, from the fastest on, can be read and written in place."""
+        return sum(1 for store in self.stores if not store.durable)
+
+    def position(self, tier: Tier | None) -> int:
+        """Return the position of a tier; of the fastest for None."""
+        return 0 if tier is None else self.cache.tiers.index(tier)
+
+    def readable(self, lease: Lease) -> list[Place]:
+        """Return where the leading blocks of a lease lie in memory, up to the first that does not."""
+        table = self.cache.residency.table
+        places: list[Place] = []
+        for node in path(lease.node):
+            tag = node.tag
+            if tag is None or tag >= self.memory:
+                break
+            places.extend(
+                Place(tag, slot, int(table.checksum[block]))
+                for block, slot in zip(node.blocks, table.slots(node.blocks, tag), strict=True)
+            )
+        return places
+
+    def distrust(self, lease: Lease, block: int) -> None:
+        """Remove a block that failed its check, and what follows it."""
+        self.cache.stats.failed("checksum")
+        self.cache.distrust(lease, block)
+        self.mover.start(self.cache.moves.take_waste())
+
+    async def forgotten(self) -> None:
+        """Wait until what has left the tree has left the durable tier, too, also where a copy was in flight."""
+        position = len(self.stores) - 1
+        self.mover.start(self.cache.moves.take_waste())
+        if self._disk is None:
+            return
+
+        def concerns(work: Work) -> bool:
+            if isinstance(work, Discard):
+                return work.position == position
+            assert isinstance(work, Transfer)
+            touches = work.to == position or position in work.sources
+            return touches and any(not node.alive for node in self.cache.residency.owners(work.blocks))
+
+        while flights := [flight for flight in self.mover.flights() if concerns(flight.work)]:
+            for flight in flights:
+                await flight.wait()
+
+    def check(self) -> dict[str, int]:
+        """Audit the books. Raises AuditFailed."""
+        return check(self.cache)

@@ -1,0 +1,102 @@
+"""The client's tensors as bytes and back.
+
+torch is the client's: it is loaded with the first tensor that is asked for, not with the cache.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.errors import InvalidTensor
+from tiercache.kernels.host import Bytes
+from tiercache.spec import KVSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _torch() -> Any:
+    return importlib.import_module("torch")
+
+
+def require(tensor: Any, spec: KVSpec, tokens: int, name: str) -> torch.Tensor:
+    """Return `tensor` if it is the KV of `tokens` tokens: `[layers, parts, tokens, kv_heads, head_dim]`, on the CPU.
+
+    A numpy array of the right type is taken, too. Raises InvalidTensor, naming what was found and expected.
+    """
+    lib = _torch()
+    if isinstance(tensor, np.ndarray):
+        try:
+            tensor = lib.from_numpy(tensor)
+        except TypeError as error:
+            raise InvalidTensor(f"{name}: {error}", found=str(tensor.dtype)) from error
+    if not isinstance(tensor, lib.Tensor):
+        raise InvalidTensor(f"{name} must be a tensor, not {type(tensor).__name__}", found=type(tensor).__name__)
+    shape = spec.shape(tokens)
+    if tuple(tensor.shape) != shape:
+        raise InvalidTensor(
+            f"{name} has shape {tuple(tensor.shape)}; expected {shape}: layers, parts, tokens, kv_heads, head_dim",
+            found=tuple(tensor.shape),
+            expected=shape,
+        )
+    if tensor.dtype is not getattr(lib, spec.dtype):
+        raise InvalidTensor(f"{name} is {tensor.dtype}; expected torch.{spec.dtype}", found=str(tensor.dtype), expected=spec.dtype)
+    if tensor.device.type != "cpu":
+        raise InvalidTensor(f"{name} is on {tensor.device}; expected cpu", found=str(tensor.device), expected="cpu")
+    return tensor.detach()  # type: ignore[no-any-return]
+
+
+def empty(spec: KVSpec, tokens: int) -> torch.Tensor:
+    """Return a new tensor for the KV of `tokens` tokens, its content undefined."""
+    lib = _torch()
+    return lib.empty(spec.shape(tokens), dtype=getattr(lib, spec.dtype))  # type: ignore[no-any-return]
+
+
+def planes_for_reading(tensor: torch.Tensor, spec: KVSpec) -> Bytes:
+    """Return the tensor's bytes as `[planes, tokens * token_bytes]`, of a contiguous copy where that is needed."""
+    return _planes(tensor if _is_regular(tensor) else tensor.contiguous(), spec)
+
+
+def planes_for_writing(tensor: torch.Tensor, spec: KVSpec) -> Bytes:
+    """Return the tensor's bytes in place as `[planes, tokens * token_bytes]`.
+
+    Tokens of a plane must be contiguous and planes evenly spaced (a slice of a longer tensor along tokens is). Raises
+    InvalidTensor, naming the strides, where they are not.
+    """
+    if not _is_regular(tensor):
+        raise InvalidTensor(f"out has strides {tensor.stride()}; each layer's tokens must be contiguous", found=tensor.stride())
+    return _planes(tensor, spec)
+
+
+def as_tensor(planes: Bytes, spec: KVSpec, tokens: int) -> torch.Tensor:
+    """Return bytes `[n * parts, tokens * token_bytes]` in place as a tensor `[n, parts, tokens, kv_heads, head_dim]`."""
+    lib = _torch()
+    typed = lib.from_numpy(planes).view(getattr(lib, spec.dtype))
+    return typed.unflatten(0, (-1, spec.parts)).unflatten(2, (tokens, spec.kv_heads, spec.head_dim))  # type: ignore[no-any-return]
+
+
+def _is_regular(tensor: torch.Tensor) -> bool:
+    layer, part, token, head, item = tensor.stride()
+    _, parts, tokens, heads, dim = tensor.shape
+    inside = (item == 1 or dim == 1) and (head == dim or heads == 1) and (token == heads * dim or tokens == 1)
+    return inside and (layer == parts * part or tensor.shape[0] == 1 or parts == 1)
+
+
+def _planes(tensor: torch.Tensor, spec: KVSpec) -> Bytes:
+    layers, parts, tokens = tensor.shape[:3]
+    width = tokens * spec.token_bytes
+    step = (tensor.stride(1) if parts > 1 else tensor.stride(0)) * tensor.element_size()
+    raw = tensor.untyped_storage()
+    whole = np.frombuffer(_memory(raw), dtype=np.uint8) if raw.nbytes() else np.empty(0, np.uint8)
+    start = tensor.storage_offset() * tensor.element_size()
+    if layers * parts == 1:
+        step = width
+    return np.lib.stride_tricks.as_strided(whole[start:], shape=(layers * parts, width), strides=(step, 1))
+
+
+def _memory(storage: torch.UntypedStorage) -> Any:
+    lib = _torch()
+    return lib.empty(0, dtype=lib.uint8).set_(storage).numpy()
