@@ -1,0 +1,140 @@
+"""A request's dealings with the cache, of which nothing may go wrong: what the cache can't do is a miss."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+
+from tiercache.errors import InvalidInput, InvalidStart, TierCacheError
+from tiercache.service.face import Stored
+from tiercache.types import Tier
+
+
+class Hit(Protocol):
+    """The part of `tiercache.service.face.Hit` that a runner needs."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were promised."""
+
+    @property
+    def tiers(self) -> Mapping[Tier, int]:
+        """Tokens that were promised, by tier."""
+
+    async def ready(self) -> int:
+        """Return how many leading tokens are readable."""
+
+    async def gather(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the KV of the readable tokens, of fewer where a block turned out bad: the leading part of `out`.
+
+        `out` has room for what was promised; only its `[tokens, kv_heads, head_dim]` of each layer and part is contiguous.
+        """
+
+
+class KV(Protocol):
+    """The part of `tiercache.service.face.KV` that a runner needs."""
+
+    def match(self, tokens: Sequence[int]) -> contextlib.AbstractAsyncContextManager[Hit]:
+        """Return the longest cached prefix of `tokens`, leased while it is entered."""
+
+    async def insert(self, tokens: Sequence[int], tensor: torch.Tensor, *, start: int) -> Stored:
+        """Store the KV of `tokens[start:]`, copying it; of `tensor`, too, only the last three dimensions are contiguous."""
+
+
+class Prefix:
+    """One request's hit, its lease, and what is inserted after it; leaving it as an async context manager ends the lease.
+
+    No TierCacheError of the cache leaves it, InvalidInput excepted, which says that the program is wrong: it is counted in
+    `faults` under the call and the error's name, and the request computes what the cache did not give.
+    """
+
+    def __init__(self, kv: KV | None, tokens: Sequence[int], faults: Counter[str]) -> None:
+        self.promised = 0
+        """Tokens that the match found."""
+        self.loaded = 0
+        """Tokens that were gathered."""
+        self.tiers: dict[Tier, int] = {}
+        """Where they came from."""
+        self._kv = kv
+        self._tokens = tokens
+        self._faults = faults
+        self._hit: Hit | None = None
+        self._lease = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # Not the stack's own __aexit__: an error of the request must leave as it is, and one of the release must not.
+        with _Counted(self._faults, "release"):
+            await self._lease.aclose()
+
+    async def match(self) -> None:
+        """Find the longest cached prefix and lease it."""
+        if self._kv is not None:
+            with _Counted(self._faults, "match"):
+                self._hit = await self._lease.enter_async_context(self._kv.match(self._tokens))
+                self.promised = self._hit.tokens
+
+    async def load(self, out: torch.Tensor) -> bool:
+        """Gather what is readable into `out`, which has room for all that was promised; `loaded` and `tiers` tell how much.
+
+        Returns False when the gather failed. `out` must not be used then: nobody says that a copy into it has ended.
+        """
+        if self._hit is None or not self.promised:
+            return True
+        readable = 0
+        with _Counted(self._faults, "ready"):
+            readable = await self._hit.ready()
+        if not readable:
+            return True
+        with _Counted(self._faults, "gather"):
+            found = await self._hit.gather(out=out)
+            if found.data_ptr() != out.data_ptr():
+                out[:, :, : found.shape[2]].copy_(found)
+            self._count_loaded(self._hit, found.shape[2])
+            return True
+        return False
+
+    async def insert(self, tokens: Sequence[int], kv: torch.Tensor) -> Stored | None:
+        """Insert the KV of all `tokens`, of which those loaded are in the cache; None when the cache failed or there is none."""
+        if self._kv is None:
+            return None
+        with _Counted(self._faults, "insert"):
+            try:
+                return await self._kv.insert(tokens, kv[:, :, self.loaded :], start=self.loaded)
+            except InvalidStart:
+                # The lease holds what was loaded, so only a house that began anew (a daemon that died) can have lost it.
+                # Everything is at hand: give it whole.
+                self._faults["insert: InvalidStart"] += 1
+                return await self._kv.insert(tokens, kv, start=0)
+        return None
+
+    def _count_loaded(self, hit: Hit, count: int) -> None:
+        self.loaded = count
+        for tier, tokens in sorted(hit.tiers.items(), reverse=True):  # a path's tiers only get slower
+            if used := min(tokens, count):
+                self.tiers[tier] = used
+            count -= used
+
+
+class _Counted:
+    """Lets no TierCacheError out but InvalidInput, and counts the others under the call's name."""
+
+    def __init__(self, faults: Counter[str], call: str) -> None:
+        self._faults = faults
+        self._call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        miss = isinstance(error, TierCacheError) and not isinstance(error, InvalidInput)
+        if miss:
+            self._faults[f"{self._call}: {type(error).__name__}"] += 1
+        return miss

