@@ -86,7 +86,7 @@ class Hit:
         if self._claim is not None:
             raise LeaseReleased("a hit can be entered only once")
         claim = self._claims.get((self._handle.space, self._request)) if self._request is not None else None
-        if claim is not None and claim.lease.key != self._key[: len(claim.lease.key)]:
+        if claim is not None and claim.lease.key != self._key:
             claim = None  # the name is used for another prompt now
         if claim is None:
             stack, space, session = self._handle.stack, self._handle.space, self._handle.session

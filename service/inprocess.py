@@ -90,7 +90,12 @@ class TierCache:
         for tier, size in memory.items():
             self._memory[tier] = HostMemory(size, name=f"tiercache-{tier.name.lower()}")
         if Tier.SSD in self._sizes:
-            self._disk = SsdTier(self.config.path, codec=self.config.codec, batch_bytes=parse_size(self.config.batch_bytes))
+            self._disk = SsdTier(
+                self.config.path,
+                codec=self.config.codec,
+                batch_bytes=parse_size(self.config.batch_bytes),
+                values=self._seams.values,
+            )
 
     def _free(self) -> None:
         for memory in self._memory.values():

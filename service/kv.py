@@ -81,7 +81,7 @@ class LocalKV:
         Raises InvalidTokens, and InvalidStart when the hit is not a prefix.
         """
         key = self._key(tokens)
-        if after is not None and not key.startswith(after.lease.key):
+        if after is not None and not key.startswith(after.lease.key[: after.lease.blocks * self._handle.space.tree.stride]):
             raise InvalidStart(f"the hit's {after.tokens} tokens are not how these {len(tokens)} tokens begin")
         return Room(self._handle, self._acquire(key, after, self._position(tier)))
 
@@ -157,6 +157,7 @@ class LocalKV:
             lease = stack.cache.match(self._handle.session, self._handle.space, key, count=False, charged=False)
             try:
                 await self._prepare(lease, key, position)
+                self._require_open()
                 hold = lease if after is None or after.lease.blocks < lease.blocks else after.lease
                 return stack.cache.reserve(self._handle.session, self._handle.space, key, after=hold, position=position)
             finally:
@@ -208,7 +209,7 @@ class LocalKV:
         stack = self._handle.stack
         try:
             places = [Place(position, slot, 0) for position, slot in room.places]
-            sums = await stack.reader.scatter(planes, (room.present - first) * self.spec.block_size, places)
+            sums = await stack.reader.scatter(planes, room.present - first, places)
             return stack.cache.commit(room, len(room.blocks), sums)
         finally:
             stack.cache.close(room)

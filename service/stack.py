@@ -26,6 +26,7 @@ from tiercache.storage.mover import Mover
 from tiercache.storage.reader import Place, Reader
 from tiercache.storage.slots import SlotPool
 from tiercache.storage.ssd import SsdStore
+from tiercache.storage.ssd_values import LmdbValues
 from tiercache.storage.traffic import Traffic
 from tiercache.storage.workers import Lane, ThreadWorkers, Workers
 from tiercache.transfer import Discard, Transfer
@@ -35,8 +36,6 @@ from tiercache.types import Tier
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_PATIENCE = 5.0
-"""Seconds that closing gives moves under way, beyond what it may take to write down."""
 _WRITERS = 4
 """Threads that hand writes to the store: it does one after the other, and what waits together in one transaction."""
 
@@ -51,11 +50,18 @@ def _as_it_is(copier: Copier) -> Copier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seams:
-    """What a test replaces: time, threads, copies, digests, the policy. Each default is what production runs."""
+    """What a test replaces: time, threads, copies, the disk, digests, the policy. Each default is what production runs.
+
+    `values` is the class whose three operations touch the SSD tier's data. `retry` is how many seconds a store that refused is
+    left alone, `patience` how many closing gives moves under way, beyond what it may take to write down.
+    """
 
     clock: Clock = field(default_factory=MonotonicClock)
     workers: Callable[[Config], Workers] = _threads
     copier: Callable[[Copier], Copier] = _as_it_is
+    values: type[LmdbValues] = LmdbValues
+    retry: float = 1.0
+    patience: float = 5.0
     digest: Digest = sha256
     policy: PolicyFactory = LRU
 
@@ -71,6 +77,7 @@ class Stack:
         self.stores = tuple(stores)
         self._workers = workers
         self._config = config
+        self._patience = seams.patience
         self._disk = next((store for store in stores if isinstance(store, SsdStore)), None)
         pools = {
             store.tier: SlotPool(store.capacity, budget=store.budget_units if isinstance(store, SsdStore) else None)
@@ -85,7 +92,7 @@ class Stack:
             lease_share=config.lease_share,
         )
         copier = seams.copier(StoreCopier(stores, workers, digest=seams.digest))
-        self.mover = Mover(self.cache.moves, copier, self.cache.stats)
+        self.mover = Mover(self.cache.moves, copier, self.cache.stats, retry_seconds=seams.retry)
         self.traffic = Traffic(
             self.cache,
             self.mover,
@@ -170,7 +177,7 @@ class Stack:
         self.mover.start(self.cache.moves.take_waste())
         lost = 0
         try:
-            async with asyncio.timeout(_PATIENCE + self._config.drain_seconds):
+            async with asyncio.timeout(self._patience + self._config.drain_seconds):
                 await self.mover.settle()
                 lost = await self.traffic.write_down(self._config.drain_seconds)
                 await self.mover.settle()

@@ -34,7 +34,7 @@ class Codec:
     def compress(self, block: Bytes, item_bytes: int) -> bytes:
         """Return `block`, contiguous, as one zstd frame over planes of `item_bytes`."""
         frame = self._own.compressor.compressobj(size=self._block_bytes)
-        parts = []
+        parts: list[bytes] = []
         for plane in _split(block.reshape(-1), item_bytes):
             parts += (frame.compress(plane), frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
         return b"".join((*parts, frame.flush()))

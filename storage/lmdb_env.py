@@ -71,6 +71,42 @@ def open_environment(folder: Path, *, map_bytes: int, sync: bool, metasync: bool
     return environment
 
 
+class Headroom:
+    """Allocated room behind the last page in use of a data file, so that a full disk can't stop a delete.
+
+    LMDB copies each page that it changes, also to delete: without room for the copies a full disk would stay full. Writing
+    must leave the room alone when it can't be had again; `keep` tells.
+    """
+
+    def __init__(self, environment: Environment, folder: Path, pages: int) -> None:
+        self._environment = environment
+        self._bytes = pages * PAGE
+        self._descriptor = os.open(folder / DATA_FILE, os.O_RDWR | os.O_CLOEXEC)
+
+    def keep(self, limit: int) -> bool:
+        """Allocate what is missing, up to `limit` bytes of file, and return whether all of it is there."""
+        end = (self._environment.info()["last_pgno"] + 1) * PAGE
+        if os.fstat(self._descriptor).st_size >= min(end + self._bytes, limit):
+            return True
+        try:
+            os.posix_fallocate(self._descriptor, end, min(end + 2 * self._bytes, limit) - end)
+        except OSError as error:
+            return error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # else: a file system that can't allocate
+        return True
+
+    def free_pages(self) -> int:
+        """Return how many pages of the file hold nothing, for an environment without named databases."""
+        stat = self._environment.stat()
+        last = int(self._environment.info()["last_pgno"])
+        return last - 1 - sum(int(stat[kind]) for kind in ("branch_pages", "leaf_pages", "overflow_pages"))
+
+    def close(self) -> None:
+        """Close the descriptor. May be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
 def whole_pages(count: int) -> int:
     """Return `count` bytes rounded up to pages."""
     return -(-count // PAGE) * PAGE

@@ -19,13 +19,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache.errors import StoreError
+from tiercache.errors import StoreError, StoreFull
 from tiercache.spec import DIGEST_BYTES, Geometry, KVSpec, Namespace
-from tiercache.storage.lmdb_env import Environment, Transaction, file_bytes, open_environment, translated
+from tiercache.storage.lmdb_env import Environment, Headroom, Transaction, file_bytes, open_environment, translated
 from tiercache.types import Identity
 
 _MAP_BYTES: Final = 1 << 34
 """Address space, not disk: 16 million rows of blocks of 64 tokens fit."""
+_HEADROOM_PAGES: Final = 256
 _GEOMETRIES: Final = 256
 """Geometries that one directory can hold."""
 
@@ -91,6 +92,7 @@ class Metadata:
         self._environment: Environment = open_environment(
             folder, map_bytes=_MAP_BYTES, sync=sync, metasync=True, databases=_GEOMETRIES + 3
         )
+        self._headroom = Headroom(self._environment, folder, _HEADROOM_PAGES)
         try:
             with translated(folder):
                 self._spaces = self._environment.open_db(b"spaces")
@@ -98,11 +100,11 @@ class Metadata:
                 self._order = self._environment.open_db(b"order")
                 with self._environment.begin(db=self._spaces) as transaction:
                     entries = [(int.from_bytes(key, "big"), value) for key, value in transaction.cursor()]
-            self._digests = {number: value[:DIGEST_BYTES] for number, value in entries}
+            self._digests: dict[int, bytes] = {number: value[:DIGEST_BYTES] for number, value in entries}
             self._numbers = {digest: number for number, digest in self._digests.items()}
             self._known = {value[:DIGEST_BYTES]: _decode(value) for _, value in entries if len(value) > DIGEST_BYTES}
         except BaseException:
-            self._environment.close()
+            self.close()
             raise
 
     def remember(self, namespace: Namespace, spec: KVSpec) -> bytes:
@@ -142,12 +144,15 @@ class Metadata:
     def commit(self, change: Callable[[Transaction], object], *, digests: Sequence[bytes] = (), need: int = 0) -> None:
         """Run `change` in one write transaction, in which each of `digests` has a number.
 
-        Raises StoreFull or StoreError; nothing changed then. All writing of rows goes through here: a test replaces it to let
+        `need` is what `change` adds, in bytes; 0 for a deletion, which may use the last room of a full disk. Raises StoreFull
+        or StoreError; nothing changed then. All writing of rows goes through here: a test replaces it to let
         it fail.
         """
         with self._writing:
             new = {digest: 0 for digest in digests if digest not in self._numbers}
             new = {digest: len(self._numbers) + place for place, digest in enumerate(new)}
+            if not self._headroom.keep(_MAP_BYTES) and need:
+                raise StoreFull(f"{self.folder}: the disk is full", path=str(self.folder), kind="disk")
             self._numbers.update(new)
             try:
                 with translated(self.folder, need=need), self._environment.begin(write=True) as transaction:
@@ -174,6 +179,7 @@ class Metadata:
     def close(self) -> None:
         """Close the environment. May be called twice; nothing else may be called after it."""
         with self._writing:
+            self._headroom.close()
             self._environment.close()
 
     def number(self, digest: bytes) -> int:
@@ -190,7 +196,8 @@ class Metadata:
     def scan(self, database: Any) -> bytes:
         """Return all values of `database` one after the other, in the order of their keys."""
         with translated(self.folder), self._environment.begin(db=database) as transaction:
-            return b"".join(transaction.cursor().iternext(keys=False))
+            values: list[bytes] = list(transaction.cursor().iternext(keys=False))
+        return b"".join(values)
 
     def take_order(self, geometry: Geometry) -> bytes | None:
         """Return the order that was written at the last clean close, and delete it: it is stale from now on."""

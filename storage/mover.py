@@ -119,7 +119,11 @@ class Mover:
         if report.error is not None:
             self._failed(transfer, report.error)
         flight.report = report
-        self._ended(flight, self._moves.complete(transfer, report))
+        more: list[Work] = []
+        try:
+            more = self._moves.complete(transfer, report)
+        finally:  # whatever the books say, nobody is to wait for ever
+            self._ended(flight, more)
 
     async def _copy(self, transfer: Transfer, flight: Flight) -> Report:
         if self._moves.residency.durable[transfer.to]:

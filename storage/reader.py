@@ -50,9 +50,12 @@ class Reader:
         """Copy one layer of blocks into `into`, `[parts, tokens * token_bytes]`. Nothing is verified."""
         await self._workers.run(Lane.COPY, self._layer, places, layer, into)
 
-    async def scatter(self, tensor: Bytes, at: int, places: Sequence[Place]) -> list[int]:
-        """Fill reserved slots from token `at` of `tensor` on, a block each; return the checksums of what lies there now."""
-        return await self._workers.run(Lane.COPY, self._scatter, tensor, at, places)
+    async def scatter(self, tensor: Bytes, first: int, places: Sequence[Place]) -> list[int]:
+        """Fill reserved slots from block `first` of `tensor` on; return the checksums of what lies there now.
+
+        In blocks, not tokens: layouts of one geometry share a reader, and may differ in how many tokens make a block.
+        """
+        return await self._workers.run(Lane.COPY, self._scatter, tensor, first, places)
 
     async def seal(self, places: Sequence[Place]) -> list[int]:
         """Return the checksums of slots that a writer filled in place."""
@@ -82,11 +85,11 @@ class Reader:
             block = self.view(place)[layer * parts : (layer + 1) * parts]
             gather_tokens(block, into, number * self._block_size, token_bytes=self._token_bytes)
 
-    def _scatter(self, tensor: Bytes, at: int, places: Sequence[Place]) -> list[int]:
+    def _scatter(self, tensor: Bytes, first: int, places: Sequence[Place]) -> list[int]:
         sums: list[int] = []
-        for number, place in enumerate(places):
+        for number, place in enumerate(places, first):
             block = self.view(place)
-            scatter_tokens(tensor, at + number * self._block_size, block, token_bytes=self._token_bytes)
+            scatter_tokens(tensor, number * self._block_size, block, token_bytes=self._token_bytes)
             sums.append(checksum(block))
         return sums
 

@@ -10,7 +10,7 @@ from tiercache.errors import Closed, InvalidConfig, StoreError
 from tiercache.spec import Geometry, KVSpec, Namespace
 from tiercache.storage.contract import FULL_CHARGE
 from tiercache.storage.directory import BLOCKS, METADATA, DataDirectory
-from tiercache.storage.lmdb_env import DATA_FILE, PAGE, translated
+from tiercache.storage.lmdb_env import DATA_FILE, PAGE, file_bytes, translated
 from tiercache.storage.metadata import Loaded, Metadata, name
 from tiercache.storage.ssd_layout import PACKED_CHARGE, SsdLayout
 from tiercache.storage.ssd_records import Records
@@ -57,6 +57,7 @@ class SsdTier:
         self._clock = clock
         self._stores: dict[Geometry, SsdStore] = {}
         self._closed = False
+        self._ended = False
         self._directory = DataDirectory(path, sync=sync)
         try:
             try:
@@ -130,16 +131,17 @@ class SsdTier:
         return store
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Close every store and let the next owner in. May be called twice.
+        """Close every store and let the next owner in. May be called again, also to wait once more.
 
         Waits for what runs, but not longer than `seconds` a store: while a call hangs in the disk, the directory stays locked
         until the process ends.
         """
-        if self._closed:
-            return
         self._closed = True
+        if self._ended:
+            return
         ended = [store.finish(seconds) for store in self._stores.values()]  # each, whatever the others do
         if all(ended):
+            self._ended = True
             self._metadata.close()
             self._directory.close()
 
@@ -157,8 +159,9 @@ class SsdTier:
                         # All that may be in it is unnamed, and a file never shrinks: start afresh.
                         (here / DATA_FILE).unlink(missing_ok=True)
                     if charge in sizes:
-                        # Two maps start small and grow on demand, so that their sum never passes the limit.
-                        map_bytes = layout.limit if len(sizes) == 1 else _FIRST_PAGES * PAGE
+                        # Two maps start with a part of the rest each and grow on demand: their sum never passes the limit.
+                        rest = layout.limit - sum(file_bytes(folder / other) for other in _FOLDERS.values())
+                        map_bytes = layout.limit if len(sizes) == 1 else file_bytes(here) + max(rest // 4, _FIRST_PAGES * PAGE)
                         opened[charge] = self._values(here, value_bytes=sizes[charge], map_bytes=map_bytes, sync=self._sync)
         except BaseException:
             for values in opened.values():

@@ -8,7 +8,7 @@ from tiercache.errors import TierTooSmall
 from tiercache.sizes import format_size
 from tiercache.spec import Geometry
 from tiercache.storage.contract import FULL_CHARGE
-from tiercache.storage.lmdb_env import PAGE, PAGE_HEAD
+from tiercache.storage.lmdb_env import PAGE, PAGE_HEAD, whole_pages
 from tiercache.storage.records import RecordFormat
 
 PACKED_CHARGE = 3
@@ -78,7 +78,7 @@ class SsdLayout(NamedTuple):
             capacity=capacity,
             keys=-(-capacity // group),
             batch=batch,
-            limit=capacity_bytes + capacity_bytes * 15 // 100 + 3 * batch + _OWN_PAGES * PAGE,
+            limit=whole_pages(capacity_bytes + capacity_bytes * 15 // 100 + 3 * batch + _OWN_PAGES * PAGE),
         )
 
     @property

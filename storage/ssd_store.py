@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tiercache.errors import AuditFailed, Closed, InvalidTensor, StoreError, Untrusted
+from tiercache.errors import AuditFailed, Closed, InvalidTensor, StoreError, StoreFull, Untrusted
 from tiercache.spec import Geometry
 from tiercache.storage.contract import FULL_CHARGE, Outcome, Planes, Put
 from tiercache.storage.lmdb_env import translated
@@ -25,7 +25,11 @@ CLOSE_SECONDS: Final = 10.0
 
 
 class SsdStats(NamedTuple):
-    """What an operator asks of one geometry's files. Counters go from the opening; `last_sync` is the clock's, None if never."""
+    """What an operator asks of one geometry's files. `last_sync` is the clock's, None if never.
+
+    `refused` counts failed fetches and puts since the opening, by the reason of Untrusted; `disk full`, `map full` and
+    `failed` are the others.
+    """
 
     blocks: int
     raw_records: int
@@ -195,7 +199,7 @@ class SsdStore:
             raw_file_bytes=raw.file_bytes,
             packed_file_bytes=packed.file_bytes if packed else 0,
             limit_bytes=self._layout.limit,
-            refused=refused | {word: count for word, count in self._writer.counts.items() if word != "swept"},
+            refused=refused,
             last_sync=self._writer.last_sync,
         )
 
@@ -243,8 +247,14 @@ class SsdStore:
 
     def _count(self, error: StoreError) -> None:
         with self._counting:
-            self._refused[error.reason if isinstance(error, Untrusted) else type(error).__name__] += 1
+            self._refused[_word(error)] += 1
 
     def _require_open(self) -> None:
         if self._closed:
             raise Closed("the SSD store is closed")
+
+
+def _word(error: StoreError) -> str:
+    if isinstance(error, Untrusted):
+        return error.reason
+    return f"{error.fields.get('kind', 'store')} full" if isinstance(error, StoreFull) else "failed"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,10 +11,11 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tiercache.errors import Closed, StoreFull
-from tiercache.storage.lmdb_env import PAGE, Environment, file_bytes, open_environment, whole_pages
+from tiercache.storage.lmdb_env import PAGE, PAGE_HEAD, Environment, Headroom, file_bytes, open_environment, whole_pages
 
 _KEY_BYTES: Final = 8
 _TICK: Final = b"\xff" * _KEY_BYTES
+_HEADROOM_PAGES: Final = 64
 GATE_SECONDS: Final = 10.0
 """How long a change of the map waits for reads to end. They take milliseconds; one that hangs must not stop the writer."""
 
@@ -78,6 +81,7 @@ class LmdbValues:
         self.map_bytes = whole_pages(max(map_bytes, file_bytes(folder)))
         self._gate = Gate()
         self._environment: Environment | None = open_environment(folder, map_bytes=self.map_bytes, sync=sync, metasync=False)
+        self._headroom = Headroom(self._environment, folder, _HEADROOM_PAGES)
 
     def read(self, key: int, copy: Callable[[memoryview], None]) -> bool:
         """Call `copy` with the value in place and return True, or return False if there is none.
@@ -97,10 +101,13 @@ class LmdbValues:
         """Do all of `deletes` and `writes`, or nothing of it, in one transaction.
 
         Parts of a value are written over what is there, zeros where nothing is; parts of one value are brought together
-        first, so that it is written once.
+        first, so that it is written once. On a full disk writes may only use free pages: room is left for deletes.
         """
         parts: dict[int, bytearray] = {}
-        with self._open().begin(write=True) as transaction:
+        environment = self._open()
+        if not self._headroom.keep(self.map_bytes) and not self.can_reuse(writes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with environment.begin(write=True) as transaction:
             for key in deletes:
                 transaction.delete(_key(key))
             for write in writes:
@@ -112,6 +119,11 @@ class LmdbValues:
                 parts[write.key][write.offset : write.offset + len(write.data)] = write.data
             for key, value in parts.items():
                 transaction.put(_key(key), value)
+
+    def can_reuse(self, writes: Sequence[Write]) -> bool:
+        """Return whether the file has free pages for `writes`; LMDB may take fresh ones all the same."""
+        count = len({write.key for write in writes})
+        return self._headroom.free_pages() >= count * whole_pages(self.value_bytes + PAGE_HEAD) // PAGE
 
     def sync(self) -> None:
         """Make what was committed safe from a loss of power."""
@@ -156,6 +168,7 @@ class LmdbValues:
         """Close the environment and return True; after `seconds` of waiting for a read, leave it open and return False."""
         with self._gate.alone(seconds) as free:
             if free and self._environment is not None:
+                self._headroom.close()
                 self._environment.close()
                 self._environment = None
             return free

@@ -14,7 +14,7 @@ hand over to or to leave behind.
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -103,7 +103,7 @@ class SsdWriter:
         self._closed = False
         self._next_key = 0
         self.last_sync: float | None = None
-        self.counts: Counter[str] = Counter()
+        self._swept = 0
 
     def charge(self, slot: int) -> int:
         """Return the charge of what `slot` holds; 0 if metadata names nothing there."""
@@ -152,7 +152,7 @@ class SsdWriter:
             first = self._next_key
             stop = min(first + step, self._layout.keys) if first < self._layout.keys else None
             absent: list[int] = []
-            before = self.counts["swept"]
+            before = self._swept
             more = False
             for charge, values in self._values.items():
                 with translated(values.folder):
@@ -165,7 +165,7 @@ class SsdWriter:
             self._next_key = self._layout.keys if stop is None else stop
             self._sweep()
             done = stop is None and not more
-            return Reconciled(done, sorted(absent), self.counts["swept"] - before)
+            return Reconciled(done, sorted(absent), self._swept - before)
 
     def close(self, seconds: float) -> bool:
         """Refuse what comes from now on; return whether what runs ended within `seconds`, and everything is closed."""
@@ -321,10 +321,13 @@ class SsdWriter:
                     with translated(values.folder, need=PAGE):
                         values.commit((), keys)
                     strays.difference_update(keys)
-                    self.counts["swept"] += len(keys)
+                    self._swept += len(keys)
 
     def _commit(self, values: LmdbValues, writes: Sequence[Write]) -> None:
-        """Commit `writes`. With the map full: let it grow if the limit allows, else make room, once; then it is StoreFull."""
+        """Commit `writes`. With the map full let it grow, if the limit allows; else make room, once; then it is StoreFull.
+
+        Pages that the last transaction freed are no room yet: one more must be committed before they are.
+        """
         retried = False
         while True:
             try:
@@ -332,12 +335,10 @@ class SsdWriter:
                     values.commit(writes)
                 return
             except StoreFull as full:
-                if full.fields.get("kind") != "map":
-                    raise
-                if self._grow(values):
+                kind = full.fields.get("kind")
+                if kind == "map" and self._grow(values):
                     continue
-                if retried:
-                    self.counts["map full"] += 1
+                if retried or not (kind == "map" or (kind == "disk" and values.can_reuse(writes))):
                     raise
             retried = True
             self._sweep()

@@ -52,6 +52,7 @@ class Traffic:
         self._turns = [asyncio.Lock() for _ in cache.tiers]
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining: set[int] = set()
+        self._closed = False
 
     # --- room -------------------------------------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class Traffic:
     def drain(self) -> None:
         """Begin to free slots ahead of need in every tier that has fallen below its low watermark."""
         for position, pool in enumerate(self._cache.residency.slots):
-            if pool.free < self._low[position] and position not in self._draining:
+            if pool.free < self._low[position] and position not in self._draining and not self._closed:
                 self._draining.add(position)
                 self._spawn(self._drain(position), f"drain-{self._cache.tiers[position]}")
 
@@ -127,7 +128,7 @@ class Traffic:
     def promote(self, lease: Lease) -> Promotion:
         """Begin to bring a lease's blocks up, as far as there is room. The lease's end stops what has not begun."""
         promotion = Promotion()
-        if all(position == 0 for position in self._cache.tiers_of(lease)):
+        if self._closed or all(position == 0 for position in self._cache.tiers_of(lease)):
             promotion.readable.set()
             promotion.done.set()
         else:
@@ -287,7 +288,8 @@ class Traffic:
         )
 
     async def close(self) -> None:
-        """Cancel what waits here. What is under way goes on in the mover."""
+        """Cancel what waits here, and begin nothing more. What is under way goes on in the mover."""
+        self._closed = True
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:

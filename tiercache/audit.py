@@ -65,10 +65,9 @@ def _check_structure(cache: Cache, nodes: list[Node], faults: list[str]) -> None
                 faults.append(f"{node!r}: slots in {residency.tiers[position]} do not agree with its copies")
     for node in [*nodes, *(space.tree.root for space in residency.spaces.values())]:
         for position in range(len(residency.tiers)):
-            if residency.kids(node, position) != kids[id(node), position]:
-                faults.append(
-                    f"{node!r} counts {residency.kids(node, position)} children at {position}, has {kids[id(node), position]}"
-                )
+            counted, there = residency.kids(node, position), kids[id(node), position]
+            if counted != there:
+                faults.append(f"{node!r} counts {counted} children at {position}, has {there}")
     faults.extend(f"block {block} is in {count} nodes" for block, count in seen.items() if count > 1)
 
 

@@ -81,7 +81,7 @@ class Cache:
             node = self.residency.split(node, part)
         if charged:
             node, total = self._clip(session, node, total)
-        lease = self._lease(session, space, node, key[: total * space.tree.stride], charged=charged)
+        lease = self._lease(session, space, node, key, total, charged=charged)
         if count:
             self.stats.matched(len(key) // space.tree.stride, self.tiers_of(lease))
         return lease
@@ -104,7 +104,7 @@ class Cache:
         elif rest:
             node = self.residency.split(node, len(node.blocks) - rest)
         self.residency.release(end, stop=node)
-        lease.node, lease.key = node, lease.key[: blocks * lease.space.tree.stride]
+        lease.node, lease.blocks = node, blocks
         self._recharge(lease)
 
     def release(self, lease: Lease) -> None:
@@ -146,12 +146,12 @@ class Cache:
         none while another session writes the same blocks (`pending`).
         """
         stride = space.tree.stride
-        at = len(after.key) if after is not None else 0
+        at = after.blocks * stride if after is not None else 0
         node, part, more = space.tree.walk(key, after=after.node if after is not None else None, at=at)
         if part < len(node.blocks):
             node = self.residency.split(node, part)
         at += more * stride
-        lease = self._lease(session, space, node, key[:at], charged=False)
+        lease = self._lease(session, space, node, key, at // stride, charged=False)
         rest = key[at : len(key) - len(key) % stride]
         reservation = Reservation(lease=lease, key=rest, blocks=self.residency.table.allocate(0), places=[], present=at // stride)
         session.reservations.add(reservation)
@@ -189,7 +189,7 @@ class Cache:
             key = reservation.key[low * stride : high * stride]
             slots = [slot for _, slot in reservation.places[low:high]]
             reservation.lease.node = self.residency.plant(parent, key, blocks, position, slots, Reason.INSERT)
-            reservation.lease.key += key
+            reservation.lease.blocks += len(blocks)
             reservation.committed = high
         if reservation.committed < len(reservation.blocks) and reservation.lease.node.alive:
             self._announce(reservation)
@@ -262,8 +262,10 @@ class Cache:
 
     # --- inside -------------------------------------------------------------------------------------------------------------
 
-    def _lease(self, session: Session, space: Space, node: Node, key: bytes, *, charged: bool) -> Lease:
-        lease = Lease(session=session, space=space, node=node, key=key, charge=[0] * len(self.tiers), charged=charged)
+    def _lease(self, session: Session, space: Space, node: Node, key: bytes, blocks: int, *, charged: bool) -> Lease:
+        lease = Lease(
+            session=session, space=space, node=node, key=key, blocks=blocks, charge=[0] * len(self.tiers), charged=charged
+        )
         self.residency.hold(ancestry(node))
         session.leases.add(lease)
         self._recharge(lease)

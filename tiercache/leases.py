@@ -29,22 +29,18 @@ class Session:
 class Lease:
     """A reader's claim on the path from the root to the end of `node`: none of its copies goes away.
 
-    `key` is the packed key that it covers. `charge[position]` is what the session is charged for it; a lease that only lasts
-    as long as one of the house's own steps (`charged` is False) costs nothing.
+    It covers the first `blocks` blocks of the packed key `key`. `charge[position]` is what the session is charged for it; a
+    lease that only lasts as long as one of the house's own steps (`charged` is False) costs nothing.
     """
 
     session: Session
     space: Space
     node: Node
     key: bytes
+    blocks: int
     charge: list[int]
     charged: bool = True
     released: bool = False
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks it covers."""
-        return len(self.key) // self.space.tree.stride
 
     def ended(self) -> bool:
         """Return whether it has ended."""

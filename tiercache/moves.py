@@ -5,12 +5,14 @@ reserves its destination slots, marks its nodes, and from then on owns both unti
 goes away changes nothing about it.
 
 Room is made strictly downwards. A tier's spare copies go first, then the policy's victims: one with a copy further down just
-loses the upper one, another is copied down first.
+loses the upper one, another is copied down first. What becomes a leaf of its tier when a copy between memories has ended is
+waited for: it is not passed over for one that was used later. Nobody waits for a disk in this way.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
@@ -39,6 +41,8 @@ class Moves:
         """Slots of each tier that moves in flight will free when they succeed."""
         self.refusing: set[int] = set()
         """Positions of tiers whose store fails: nothing is planned into them."""
+        self._parting: list[Counter[Node]] = [Counter() for _ in residency.tiers]
+        """How many children of a node are on their way out of a tier."""
         self._batch = max(1, batch_blocks)
         self._number = 0
 
@@ -58,10 +62,14 @@ class Moves:
         if not bottom:
             self._drop_spare(position, want)
         stuck = 0
-        for node in self._victims(position):
+        for node in residency.payers.victims(position):
             lack = want - pool.free - self.leaving[position]
             if lack <= 0 or stuck == _TRIES:
                 break
+            if not residency.is_free_to_lose(node, position):
+                if not drop and not bottom and self._is_next(node, position):
+                    break  # it goes when its children have gone, and before what was used later
+                continue
             if bottom:
                 residency.remove(self._tail(node, lack), Reason.EVICT)
                 self._collect_waste(position, work)
@@ -72,8 +80,11 @@ class Moves:
         work.extend(self.take_waste())
         return work
 
-    def _victims(self, position: int) -> Iterator[Node]:
-        return (node for node in self.residency.payers.victims(position) if self.residency.is_free_to_lose(node, position))
+    def _is_next(self, node: Node, position: int) -> bool:
+        """Return whether all children that the node has in the tier are on their way out of it, and not to a disk."""
+        if node.holds or self.residency.durable[position + 1]:
+            return False
+        return self._parting[position].get(node, 0) >= self.residency.kids(node, position) > 0
 
     def _drop_spare(self, position: int, want: int) -> None:
         residency, pool = self.residency, self.residency.slots[position]
@@ -106,16 +117,17 @@ class Moves:
         return True
 
     def _plan_down(self, node: Node, position: int, below: int, lack: int, work: list[Work], *, drop: bool) -> bool:
-        """Plan to move up to `lack` blocks of `node`'s tail into the tier below; return whether anything was planned."""
+        """Plan to move up to `lack` blocks, `node`'s and those above it, into the tier below; return whether any were planned."""
         residency, pool = self.residency, self.residency.slots[below]
-        count = min(lack, len(node.blocks))
         if not residency.durable[below]:
-            if pool.free < count:
-                work.extend(self.make_room(below, count, drop=drop))
-            count = min(count, pool.free)
-            if count == 0 or not residency.is_free_to_lose(node, position):
+            need = min(lack, sum(len(other.blocks) for other in self._run(node, position, below, lack)))
+            if pool.free < need:
+                work.extend(self.make_room(below, need, drop=drop))
+            if pool.free == 0 or not residency.is_free_to_lose(node, position):
                 return False
-            work.append(self._begin([self._tail(node, count)], below, Reason.DEMOTE, drop_from=position, drop_count=count))
+            run = self._cut(self._run(node, position, below, lack), min(lack, pool.free))
+            count = sum(len(other.blocks) for other in run)
+            work.append(self._begin(run, below, Reason.DEMOTE, drop_from=position, drop_count=count))
             return True
         # A durable tier is closed itself: what it lacks of the way to the tail goes with it, root first, as clean copies.
         chain = self._missing(node, below)
@@ -131,10 +143,41 @@ class Moves:
         if need > fits:
             work.append(self._begin(self._leading(chain, fits), below, Reason.COPY))
             return True
-        if count < len(node.blocks):
-            chain[-1:] = [residency.split(node, len(node.blocks) - count), node]
+        run = self._cut(self._run(node, position, below, lack), lack)
+        count = sum(len(other.blocks) for other in run)
+        chain = self._missing(node, below)  # anew: the run was cut
         work.append(self._begin(chain, below, Reason.DEMOTE, drop_from=position, drop_count=count))
         return True
+
+    def _run(self, node: Node, position: int, below: int, lack: int) -> list[Node]:
+        """Return the nodes, root first, that leave the tier in one move with its leaf `node`, as far as `lack` asks for them.
+
+        A parent does when it was last used with its child, is a leaf of the tier once the child has gone, and is not below
+        either: it would be the next victim. A prompt that was stored block by block thus goes down in one piece.
+        """
+        residency = self.residency
+        run, count = [node], len(node.blocks)
+        while count < lack:
+            above = run[-1].parent
+            if above is None or above.used != node.used or above.holds or above.moves:
+                break
+            if above.tag != position or residency.kids(above, position) != 1 or (above.copies | above.arriving) >> below & 1:
+                break
+            run.append(above)
+            count += len(above.blocks)
+        run.reverse()
+        return run
+
+    def _cut(self, run: list[Node], most: int) -> list[Node]:
+        """Return the end of a run that makes up at most `most` blocks, its first node cut to fit."""
+        chosen: list[Node] = []
+        for node in reversed(run):
+            if most <= 0:
+                break
+            chosen.append(self._tail(node, most))
+            most -= len(node.blocks)
+        chosen.reverse()
+        return chosen
 
     def _continues(self, first: Node, position: int) -> bool:
         """Return whether the durable tier holds what comes before `first`."""
@@ -267,7 +310,20 @@ class Moves:
         self.flying[transfer.number] = transfer
         if drop_from is not None:
             self.leaving[drop_from] += drop_count
+            transfer.parting = self._above(nodes, drop_count)
+            self._parting[drop_from][transfer.parting] += 1
         return transfer
+
+    @staticmethod
+    def _above(nodes: Sequence[Node], count: int) -> Node:
+        """Return the parent of the first of the last nodes of a chain that make up `count` blocks."""
+        node = nodes[-1]
+        for node in reversed(nodes):
+            count -= len(node.blocks)
+            if count <= 0:
+                break
+        assert node.parent is not None
+        return node.parent
 
     def complete(self, transfer: Transfer, report: Report) -> list[Work]:
         """Commit the blocks that arrived, in chain order, give back what did not, and return the moves that this entails.
@@ -281,6 +337,11 @@ class Moves:
         del self.flying[transfer.number]
         if transfer.drop_from is not None:
             self.leaving[transfer.drop_from] -= transfer.drop_count
+            assert transfer.parting is not None
+            parting = self._parting[transfer.drop_from]
+            parting[transfer.parting] -= 1
+            if not parting[transfer.parting]:
+                del parting[transfer.parting]
         assert (table.generation[rows(transfer.blocks)] == transfer.generations).all(), "a block in flight was freed"
         for slot, charge in zip(transfer.slots_to, report.charges, strict=False):
             residency.slots[to].settle(slot, charge)

@@ -49,6 +49,8 @@ class Transfer:
     reason: Reason
     drop_from: int | None = None
     drop_count: int = 0
+    parting: Node | None = None
+    """Whose child the first of the dropped nodes is."""
     layerwise: bool = False
     state: State = State.RESERVED
 

@@ -76,7 +76,7 @@ def test_each_part_of_the_identity_is_compared(field: str, value: object, word: 
     """A header that differs from the identity in one field alone is refused for that field."""
     header = FORMAT.encode(IDENTITY, RAW)
 
-    assert reason(header, IDENTITY._replace(**{field: value})) == word
+    assert reason(header, IDENTITY._replace(**{field: value})) == word  # type: ignore[arg-type]
 
 
 def test_a_colliding_digest_is_a_miss(seed: int) -> None:
@@ -131,7 +131,13 @@ def test_zeros_are_no_record() -> None:
 
 @pytest.mark.parametrize(
     ("change", "fits"),
-    [({}, True), ({"symbol": b"d" * 32}, True), ({"symbol": b"d" * 65}, False), ({"symbol": b""}, False), ({"key": b"k" * 31}, False)],
+    [
+        ({}, True),
+        ({"symbol": b"d" * 32}, True),
+        ({"symbol": b"d" * 65}, False),
+        ({"symbol": b""}, False),
+        ({"key": b"k" * 31}, False),
+    ],
     ids=str,
 )
 def test_an_identity_must_fit(change: dict[str, bytes], fits: bool) -> None:

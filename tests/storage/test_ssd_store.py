@@ -55,7 +55,10 @@ def packable(geometry: Geometry, count: int, seed: int) -> list[Block]:
 
 def mixed(geometry: Geometry, count: int, seed: int) -> list[Block]:
     """A chain in which every other block can be packed."""
-    return [pair[place % 2] for place, pair in enumerate(zip(chain(geometry, count, seed=seed), packable(geometry, count, seed), strict=True))]
+    return [
+        pair[place % 2]
+        for place, pair in enumerate(zip(chain(geometry, count, seed=seed), packable(geometry, count, seed), strict=True))
+    ]
 
 
 def put(store: SsdStore, blocks: list[Block], slots: list[int]) -> None:
@@ -180,9 +183,7 @@ def test_blocks_of_a_group_keep_their_neighbours(tmp_path: Path, seed: int) -> N
 def test_a_repeated_page_has_its_own_bytes_at_each_place(tmp_path: Path) -> None:
     """64 blocks of the same tokens, one after the other, are 64 records, each with the bytes of its place."""
     with Opened(tmp_path, LARGE, slots=64) as store:
-        blocks = []
-        for place, block in enumerate(chain(LARGE, 64, seed=0)):
-            blocks.append(Block(block.identity._replace(symbol=b"s" * 64), block.planes))
+        blocks = [Block(block.identity._replace(symbol=b"s" * 64), block.planes) for block in chain(LARGE, 64, seed=0)]
         put(store, blocks, list(range(64)))
 
         assert [read(store, place, blocks[place]) for place in range(64)] == [block.planes.tobytes() for block in blocks]
