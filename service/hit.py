@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tiercache.checks import integer
 from tiercache.errors import LeaseReleased
-from tiercache.leases import Lease, Session
-from tiercache.residency import Space
+from tiercache.leases import Lease
 from tiercache.service import tensors
-from tiercache.service.stack import Stack
+from tiercache.service.desk import Claim, Desk
 from tiercache.spec import KVSpec
 from tiercache.storage.reader import Place
-from tiercache.storage.traffic import Promotion
 from tiercache.types import Tier
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Claim:
-    """A lease that is being promoted, and how many hits share it (requests that ask twice under one name)."""
-
-    lease: Lease
-    promotion: Promotion
-    tiers: Mapping[Tier, int]
-    users: int = 1
-    verified: int = 0
-    """Leading blocks that were checked in their slots."""
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """What a hit and a room work on: one namespace of a stack, in one session."""
-
-    stack: Stack
-    space: Space
-    spec: KVSpec
-    session: Session
 
 
 class Hit:
@@ -52,10 +25,9 @@ class Hit:
     After its end every method raises LeaseReleased.
     """
 
-    def __init__(self, handle: Handle, key: bytes, claims: dict[Any, Claim], request: Any) -> None:
-        self._handle = handle
+    def __init__(self, desk: Desk, key: bytes, request: Any) -> None:
+        self._desk = desk
         self._key = key
-        self._claims = claims
         self._request = request
         self._claim: Claim | None = None
         self._tokens = 0
@@ -85,34 +57,14 @@ class Hit:
     def _enter(self) -> None:
         if self._claim is not None:
             raise LeaseReleased("a hit can be entered only once")
-        claim = self._claims.get((self._handle.space, self._request)) if self._request is not None else None
-        if claim is not None and claim.lease.key != self._key:
-            claim = None  # the name is used for another prompt now
-        if claim is None:
-            stack, space, session = self._handle.stack, self._handle.space, self._handle.session
-            lease = stack.cache.match(session, space, self._key)
-            tiers = {
-                stack.cache.tiers[position]: blocks * self._handle.spec.block_size
-                for position, blocks in sorted(stack.cache.tiers_of(lease).items())
-            }
-            claim = Claim(lease=lease, promotion=stack.traffic.promote(lease), tiers=tiers)
-            if self._request is not None:
-                self._claims[self._handle.space, self._request] = claim
-        else:
-            claim.users += 1
-        self._claim = claim
-        self._tokens = claim.lease.blocks * self._handle.spec.block_size
+        self._claim = self._desk.match(self._key, self._request)
+        self._tokens = self._claim.lease.blocks * self._desk.spec.block_size
 
     def _leave(self) -> None:
         claim = self._claim
         assert claim is not None
         self._ended = True
-        claim.users -= 1
-        if claim.users == 0:
-            self._handle.stack.cache.release(claim.lease)
-            if self._request is not None and self._claims.get((self._handle.space, self._request)) is claim:
-                del self._claims[self._handle.space, self._request]
-            self._handle.stack.mover.start(self._handle.stack.cache.moves.take_waste())
+        self._desk.leave(claim)
 
     def _live(self) -> Claim:
         if self._claim is None or self._ended or self._claim.lease.released:
@@ -130,7 +82,7 @@ class Hit:
     @property
     def tiers(self) -> Mapping[Tier, int]:
         """Where the tokens were found at match, by tier, the fastest first."""
-        return self._live().tiers
+        return {tier: blocks * self._desk.spec.block_size for tier, blocks in self._live().tiers.items()}
 
     @property
     def lease(self) -> Lease:
@@ -140,10 +92,10 @@ class Hit:
     def take(self, tokens: int) -> int:
         """Keep the first `tokens` tokens, rounded down to whole blocks; return how many that are."""
         claim = self._live()
-        size = self._handle.spec.block_size
+        size = self._desk.spec.block_size
         blocks = max(0, min(tokens, self._tokens) // size)
         if claim.users == 1:
-            self._handle.stack.cache.shorten(claim.lease, blocks)
+            self._desk.stack.cache.shorten(claim.lease, blocks)
         self._tokens = blocks * size
         return self._tokens
 
@@ -156,7 +108,7 @@ class Hit:
         """
         claim = self._live()
         await claim.promotion.readable.wait()
-        return len(self._places()) * self._handle.spec.block_size
+        return len(self._places()) * self._desk.spec.block_size
 
     async def gather(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the readable KV, `[layers, parts, tokens, kv_heads, head_dim]`: one copy, each block verified as it is copied.
@@ -164,7 +116,7 @@ class Hit:
         `out`, if given, has room for at least the readable tokens, and each layer's tokens contiguous; what is returned is its
         leading part. Blocks that fail their check, and what follows them, are left out and removed from the cache.
         """
-        spec = self._handle.spec
+        spec = self._desk.spec
         await self.ready()
         places = self._places()
         tokens = len(places) * spec.block_size
@@ -174,9 +126,9 @@ class Hit:
             out = out[:, :, :tokens]
         out = tensors.require(out, spec, tokens, "out")
         planes = tensors.planes_for_writing(out, spec)
-        good = await self._handle.stack.reader.gather(places, planes) if places else 0
+        good = await self._desk.stack.reader.gather(places, planes) if places else 0
         if good < len(places):
-            self._handle.stack.distrust(self._live().lease, good)
+            self._desk.stack.distrust(self._live().lease, good)
             self._tokens = min(self._tokens, good * spec.block_size)
         return out[:, :, : good * spec.block_size]
 
@@ -186,10 +138,10 @@ class Hit:
         Waits until that layer of all blocks is where it is read, not for later layers. Blocks are checked once a hit.
         Raises InvalidInput for a layer that the model does not have.
         """
-        spec, claim = self._handle.spec, self._live()
+        spec, claim = self._desk.spec, self._live()
         self._require_layer(layer)
         await claim.promotion.readable.wait()
-        await self._arrival(claim, layer)
+        await claim.arrival(layer)
         places = await self._checked(claim)
         tokens = len(places) * spec.block_size
         one = KVSpec(
@@ -202,7 +154,7 @@ class Hit:
         )
         out = tensors.empty(one, tokens)
         if places:
-            await self._handle.stack.reader.layer(places, layer, tensors.planes_for_writing(out, one))
+            await self._desk.stack.reader.layer(places, layer, tensors.planes_for_writing(out, one))
         return tuple(out[0])
 
     def view(self, block: int, layer: int) -> tuple[torch.Tensor, ...]:
@@ -210,34 +162,21 @@ class Hit:
 
         Not to be written, and valid until the lease ends. Raises InvalidInput for a block that is not readable (see `ready`).
         """
-        spec = self._handle.spec
+        spec = self._desk.spec
         self._require_layer(layer)
         places = self._places()
         integer(block, 0, len(places) - 1, "block")
-        planes = self._handle.stack.reader.view(places[block])[layer * spec.parts : (layer + 1) * spec.parts]
+        planes = self._desk.stack.reader.view(places[block])[layer * spec.parts : (layer + 1) * spec.parts]
         return tuple(tensors.as_tensor(planes, spec, spec.block_size)[0])
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
     def _places(self) -> list[Place]:
         claim = self._live()
-        return self._handle.stack.readable(claim.lease)[: self._tokens // self._handle.spec.block_size]
+        return self._desk.stack.readable(claim.lease)[: self._tokens // self._desk.spec.block_size]
 
     def _require_layer(self, layer: int) -> None:
-        integer(layer, 0, self._handle.spec.layers - 1, "layer")
-
-    async def _arrival(self, claim: Claim, layer: int) -> None:
-        """Wait until every layer-wise promotion of this hit has brought `layer`.
-
-        What has not been committed is read at its source all the same: the lease protects that slot, and the new one only the
-        transfer, which may yet give it back (a delete meanwhile). The bytes are the same.
-        """
-        seen = 0
-        while seen < len(claim.promotion.flights):
-            flight = claim.promotion.flights[seen]
-            seen += 1
-            if flight.layers:
-                await flight.layers[layer].wait()
+        integer(layer, 0, self._desk.spec.layers - 1, "layer")
 
     async def _checked(self, claim: Claim) -> list[Place]:
         """Return the places of the hit's blocks that are sound; each is checked once a hit."""
@@ -245,8 +184,8 @@ class Hit:
             places = self._places()
             rest = places[claim.verified :]
             if rest:
-                claim.verified += await self._handle.stack.reader.verify(rest)
+                claim.verified += await self._desk.stack.reader.verify(rest)
                 if claim.verified < len(places):
-                    self._handle.stack.distrust(claim.lease, claim.verified)
-                    self._tokens = min(self._tokens, claim.verified * self._handle.spec.block_size)
+                    self._desk.stack.distrust(claim.lease, claim.verified)
+                    self._tokens = min(self._tokens, claim.verified * self._desk.spec.block_size)
             return places[: claim.verified]

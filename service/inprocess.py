@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tiercache.config import Config
 from tiercache.errors import Closed, NoShare, SpecMismatch, TierTooSmall, UnsupportedSpec
 from tiercache.leases import Session
-from tiercache.service.hit import Handle
+from tiercache.residency import Space
+from tiercache.service.desk import Desk
 from tiercache.service.kv import LocalKV
 from tiercache.service.stack import Seams, Stack
 from tiercache.sizes import parse_size
 from tiercache.spec import ITEM_BYTES, Geometry, KVSpec, Namespace
 from tiercache.storage.arenas import DramArena, HostHbmArena
 from tiercache.storage.contract import Store
+from tiercache.storage.layouts import SLOT_ALIGNMENT
 from tiercache.storage.memory import HostMemory, require_memory
 from tiercache.storage.ssd import SsdTier
 from tiercache.storage.workers import Lane, Workers
 from tiercache.types import Tier
 
 _ARENAS = {Tier.HBM: HostHbmArena, Tier.DRAM: DramArena}
-_PAGE = 4096
+_GENERATION_BYTES = 4
+
+T = TypeVar("T")
 
 
 class TierCache:
@@ -39,6 +47,9 @@ class TierCache:
         self._seams = seams or Seams()
         self._sizes = {tier.place: tier.bytes for tier in config.tiers}
         self._memory: dict[Tier, HostMemory] = {}
+        self._generations: HostMemory | None = None
+        self._numbered = 0
+        """Slots that have a generation."""
         self._disk: SsdTier | None = None
         self._stacks: dict[Geometry, Stack] = {}
         self._sessions: dict[Geometry, Session] = {}
@@ -56,7 +67,7 @@ class TierCache:
             raise Closed("this cache is open already; make another")
         workers = self._seams.workers(self.config)
         try:
-            await workers.run(Lane.WRITE, self._allocate)
+            await _finish(workers.run(Lane.WRITE, self._allocate))
         except BaseException:
             self._free()
             workers.close()
@@ -86,7 +97,10 @@ class TierCache:
 
     def _allocate(self) -> None:
         memory = {tier: size for tier, size in self._sizes.items() if tier in _ARENAS}
-        require_memory(sum(memory.values()))
+        numbers = sum(_most_slots(size) for size in memory.values()) * _GENERATION_BYTES
+        require_memory(sum(memory.values()) + numbers)
+        if memory:
+            self._generations = HostMemory(numbers, name="tiercache-generations")
         for tier, size in memory.items():
             self._memory[tier] = HostMemory(size, name=f"tiercache-{tier.name.lower()}")
         if Tier.SSD in self._sizes:
@@ -101,6 +115,9 @@ class TierCache:
         for memory in self._memory.values():
             memory.close()
         self._memory.clear()
+        if self._generations is not None:
+            self._generations.close()
+            self._generations = None
         if self._disk is not None:
             self._disk.close()
             self._disk = None
@@ -114,7 +131,15 @@ class TierCache:
         is open with another layout that has no share of its own, NoShare when no share of the tiers is left for blocks of
         this size, TierTooSmall when a tier can't hold one block, UnsupportedSpec for more than one shard.
         """
-        workers = self._require_open()
+        stack, place = await self.locate(space, spec, shard=shard)
+        desk = Desk(stack, place, spec, self._sessions[spec.geometry], require_open=self.require_open)
+        kv = LocalKV(desk, limit=self.config.max_tokens, require_open=self.require_open)
+        self._kvs.append(kv)
+        return kv
+
+    async def locate(self, space: Namespace, spec: KVSpec, *, shard: int = 0) -> tuple[Stack, Space]:
+        """Return the stack that serves a namespace, and its place there; `open` without a face. Raises as `open` does."""
+        workers = self.require_open()
         if space.world != 1 or shard != 0:
             raise UnsupportedSpec(
                 f"world={space.world}, shard={shard}: this version stores KV that is not split (world=1, shard=0)",
@@ -122,32 +147,29 @@ class TierCache:
                 shard=shard,
             )
         async with self._opening:
+            self.require_open()
             self._require_same(space, spec)
             stack = self._stacks.get(spec.geometry)
             if stack is None:
                 offset, fraction = self._share(spec)
-                stores = await workers.run(Lane.WRITE, self._open_stores, spec, offset, fraction)
-                self._require_open()
-                stack = Stack(self.config, spec.geometry, spec.block_size, stores, workers, self._seams)
+                stores = await _finish(workers.run(Lane.WRITE, self._open_stores, spec, offset, fraction))
+                self.require_open()
+                stack = Stack(self.config, spec.geometry, spec.block_size, stores, workers, self._seams, self._number_slots(stores))
                 self._stacks[spec.geometry] = stack
                 self._sessions[spec.geometry] = stack.cache.begin_session()
                 stack.begin()
             self._specs.setdefault(space, set()).add(spec)
         if self._disk is not None:
             await workers.run(Lane.WRITE, self._disk.remember, space, spec)
-        handle = Handle(
-            stack, stack.cache.residency.space(space.digest(spec), 4 * spec.block_size), spec, self._sessions[spec.geometry]
-        )
-        kv = LocalKV(handle, limit=self.config.max_tokens, require_open=self._require_open)
-        self._kvs.append(kv)
-        return kv
+        self.require_open()
+        return stack, stack.cache.residency.space(space.digest(spec), 4 * spec.block_size)
 
     async def check(self) -> dict[str, int]:
         """Audit the books of every tier; return how many nodes, blocks and leases were looked at.
 
         Raises AuditFailed, listing every fault. Meant for tests and operators: it walks everything.
         """
-        self._require_open()
+        self.require_open()
         total: dict[str, int] = {}
         for stack in self._stacks.values():
             for name, count in stack.check().items():
@@ -156,7 +178,7 @@ class TierCache:
 
     async def settle(self) -> None:
         """Wait until nothing moves any more: demotions, promotions, writes, background draining."""
-        self._require_open()
+        self.require_open()
         for stack in self._stacks.values():
             await stack.traffic.settle()
 
@@ -165,9 +187,38 @@ class TierCache:
         """The parts of the cache, one a geometry: for statistics and drawing."""
         return tuple(self._stacks.values())
 
+    @property
+    def spaces(self) -> dict[bytes, tuple[Namespace, KVSpec]]:
+        """The namespaces that were opened in this run, by digest."""
+        return {space.digest(spec): (space, spec) for space, specs in self._specs.items() for spec in specs}
+
+    async def known_spaces(self) -> dict[bytes, tuple[Namespace, KVSpec]]:
+        """Return the namespaces that this run opened, and those that the SSD tier knows of earlier ones, by digest."""
+        workers = self.require_open()
+        found = await workers.run(Lane.READ, self._disk.namespaces) if self._disk is not None else {}
+        return {**found, **self.spaces}
+
+    @property
+    def memory(self) -> tuple[HostMemory, ...]:
+        """The memories of the tiers that can be mapped, the fastest tier first. Raises Closed."""
+        self.require_open()
+        return tuple(self._memory.values())
+
+    @property
+    def memory_tiers(self) -> tuple[Tier, ...]:
+        """The tiers of `memory`, in its order."""
+        return tuple(self._memory)
+
+    @property
+    def generations(self) -> HostMemory | None:
+        """The memory of the generations of all slots that can be mapped; None when there are none. Raises Closed."""
+        self.require_open()
+        return self._generations
+
     # --- inside -----------------------------------------------------------------------------------------------------------
 
-    def _require_open(self) -> Workers:
+    def require_open(self) -> Workers:
+        """Return the workers. Raises Closed when the cache is not open."""
         if self._workers is None:
             raise Closed("the cache is closed")
         return self._workers
@@ -215,8 +266,8 @@ class TierCache:
             for tier, size in self._sizes.items():
                 length = int(size * fraction)
                 if tier in _ARENAS:
-                    offset = -(-int(size * begin) // _PAGE) * _PAGE
-                    length = min(length, size - offset)
+                    offset = -(-int(size * begin) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+                    length = min(length, size - offset, self._unnumbered() * spec.block_bytes)
                     stores.append(_ARENAS[tier](self._memory[tier], spec.geometry, offset=offset, length=length))
                 else:
                     assert self._disk is not None
@@ -228,3 +279,35 @@ class TierCache:
                 self._taken.pop(spec.block_bytes, None)
             raise
         return stores
+
+    def _unnumbered(self) -> int:
+        """Return how many slots the generations' memory still has room for. Only tiers of tiny blocks can run short of it."""
+        assert self._generations is not None
+        return self._generations.size // _GENERATION_BYTES - self._numbered
+
+    def _number_slots(self, stores: list[Store]) -> dict[Tier, tuple[int, NDArray[np.uint32]]]:
+        """Return where the generations of each mapped tier's slots begin, in bytes, and themselves."""
+        found: dict[Tier, tuple[int, NDArray[np.uint32]]] = {}
+        for store in stores:
+            if store.tier in _ARENAS:
+                assert self._generations is not None
+                begin = self._numbered
+                self._numbered += store.capacity
+                whole = self._generations.array.view(np.uint32)
+                found[store.tier] = begin * _GENERATION_BYTES, whole[begin : self._numbered]
+        return found
+
+
+def _most_slots(size: int) -> int:
+    """Return how many slots of a tier of `size` bytes can have a generation: all of one page and more, and some smaller ones."""
+    return max(size // SLOT_ALIGNMENT, min(size // 64, 1 << 16), 1)
+
+
+async def _finish(work: Coroutine[object, object, T]) -> T:
+    """Await `work` to its end, also when the caller is cancelled meanwhile: what a thread allocates is freed after it is there."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -10,7 +10,7 @@ from tiercache.checks import integer
 from tiercache.errors import InvalidStart, LeaseReleased
 from tiercache.leases import Reservation
 from tiercache.service import tensors
-from tiercache.service.hit import Handle
+from tiercache.service.desk import Desk
 from tiercache.storage.reader import Place
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ class Room:
     and what `blocks` gave must not be touched any more.
     """
 
-    def __init__(self, handle: Handle, acquire: Callable[[], Awaitable[Reservation]]) -> None:
-        self._handle = handle
+    def __init__(self, desk: Desk, acquire: Callable[[], Awaitable[Reservation]]) -> None:
+        self._desk = desk
         self._acquire = acquire
         self._reservation: Reservation | None = None
 
@@ -39,9 +39,7 @@ class Room:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Give back what was not committed."""
         if self._reservation is not None:
-            self._handle.stack.cache.close(self._reservation)
-            self._handle.stack.mover.start(self._handle.stack.cache.moves.take_waste())
-            self._handle.stack.traffic.drain()
+            self._desk.close(self._reservation)
 
     def _live(self) -> Reservation:
         if self._reservation is None or self._reservation.closed:
@@ -51,24 +49,24 @@ class Room:
     @property
     def present(self) -> int:
         """Tokens of the prompt that were cached already: the first block of `blocks` holds those after them."""
-        return self._live().present * self._handle.spec.block_size
+        return self._live().present * self._desk.spec.block_size
 
     @property
     def pending(self) -> int:
         """Tokens after those that another writer holds now; `blocks` is empty then."""
-        return self._live().pending * self._handle.spec.block_size
+        return self._live().pending * self._desk.spec.block_size
 
     @property
     def tokens(self) -> int:
         """Up to which token of the prompt there is room: where the last of `blocks` ends."""
         reservation = self._live()
-        return (reservation.present + len(reservation.blocks)) * self._handle.spec.block_size
+        return (reservation.present + len(reservation.blocks)) * self._desk.spec.block_size
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
         """The new blocks in place, each `[layers, parts, block_size, kv_heads, head_dim]`; fewer when room was short."""
-        spec = self._handle.spec
-        views = [self._handle.stack.reader.view(place) for place in self._places(self._live())]
+        spec = self._desk.spec
+        views = [self._desk.stack.reader.view(place) for place in self._places(self._live())]
         return [tensors.as_tensor(view, spec, spec.block_size) for view in views]
 
     async def commit(self, upto: int) -> int:
@@ -77,13 +75,13 @@ class Room:
         May be called again as more blocks get full. The checksum is taken here: what is written later is rot. Returns less
         than asked for when what comes before has been deleted meanwhile. Raises InvalidStart for an `upto` outside the room.
         """
-        reservation, size = self._live(), self._handle.spec.block_size
+        reservation, size = self._live(), self._desk.spec.block_size
         first = (reservation.present + reservation.committed) * size
         integer(upto, first, self.tokens + size - 1, "upto", InvalidStart)
         end = min(upto // size - reservation.present, len(reservation.blocks))
         places = self._places(reservation)[reservation.committed : end]
-        sums = await self._handle.stack.reader.seal(places) if places else []
-        done = self._handle.stack.cache.commit(self._live(), max(end, reservation.committed), sums)
+        sums = await self._desk.stack.reader.seal(places) if places else []
+        done = self._desk.commit(self._live(), max(end, reservation.committed), sums)
         return (reservation.present + done) * size
 
     def _places(self, reservation: Reservation) -> list[Place]:

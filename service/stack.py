@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tiercache.audit import check
 from tiercache.cache import Cache
@@ -18,6 +21,7 @@ from tiercache.leases import Lease
 from tiercache.moves import Work
 from tiercache.policy import LRU, PolicyFactory
 from tiercache.restore import Stored, restore
+from tiercache.service.writing import write_policy
 from tiercache.sizes import parse_size
 from tiercache.spec import Geometry
 from tiercache.storage.contract import Store
@@ -29,6 +33,7 @@ from tiercache.storage.ssd import SsdStore
 from tiercache.storage.ssd_values import LmdbValues
 from tiercache.storage.traffic import Traffic
 from tiercache.storage.workers import Lane, ThreadWorkers, Workers
+from tiercache.table import rows
 from tiercache.transfer import Discard, Transfer
 from tiercache.tree import path
 from tiercache.types import Tier
@@ -66,11 +71,30 @@ class Seams:
     policy: PolicyFactory = LRU
 
 
+class Whereabouts(NamedTuple):
+    """Where blocks lie in memory, as columns: tier position, slot, the slot's generation, and the checksum of what is there."""
+
+    positions: NDArray[np.uint32]
+    slots: NDArray[np.int32]
+    generations: NDArray[np.uint32]
+    checksums: NDArray[np.uint64]
+
+
 class Stack:
-    """Everything of one geometry. `stores` are fastest first; the last one may be an SsdStore, which is loaded here."""
+    """Everything of one geometry. `stores` are fastest first; the last one may be an SsdStore, which is loaded here.
+
+    `generations` says where the generations of a tier's slots are kept that other processes map: at which byte, and the array.
+    """
 
     def __init__(
-        self, config: Config, geometry: Geometry, block_size: int, stores: Sequence[Store], workers: Workers, seams: Seams
+        self,
+        config: Config,
+        geometry: Geometry,
+        block_size: int,
+        stores: Sequence[Store],
+        workers: Workers,
+        seams: Seams,
+        generations: Mapping[Tier, tuple[int, NDArray[np.uint32]]] | None = None,
     ) -> None:
         self.geometry = geometry
         self.block_size = block_size
@@ -79,10 +103,17 @@ class Stack:
         self._config = config
         self._patience = seams.patience
         self._disk = next((store for store in stores if isinstance(store, SsdStore)), None)
+        numbered = generations or {}
+        self.generations_at = {tier: begin for tier, (begin, _) in numbered.items()}
         pools = {
-            store.tier: SlotPool(store.capacity, budget=store.budget_units if isinstance(store, SsdStore) else None)
+            store.tier: SlotPool(
+                store.capacity,
+                budget=store.budget_units if isinstance(store, SsdStore) else None,
+                generations=numbered[store.tier][1] if store.tier in numbered else None,
+            )
             for store in stores
         }
+        self._pools = tuple(pools.values())
         self.cache = Cache(
             [store.tier for store in stores],
             pools,
@@ -102,6 +133,7 @@ class Stack:
             watermark_low=config.watermark_low,
             watermark_high=config.watermark_high,
         )
+        self.writes = write_policy(config, self.cache, self.traffic)
         self.reader = Reader(stores, workers, block_size=block_size)
         self._sweeping: asyncio.Task[None] | None = None
         self._finishing: set[asyncio.Task[Any]] = set()
@@ -169,6 +201,7 @@ class Stack:
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.wait([self._sweeping])
+        await self.writes.close()
         await self.traffic.close()
         if self._finishing:
             await asyncio.wait(list(self._finishing))
@@ -192,6 +225,8 @@ class Stack:
         for store in self.stores:
             if store is not self._disk:
                 store.close()
+        for pool in self._pools:
+            pool.detach()
         return lost
 
     def _leave_order(self, disk: SsdStore) -> None:
@@ -230,11 +265,72 @@ class Stack:
             )
         return places
 
+    def readable_blocks(self, lease: Lease) -> int:
+        """Return how many leading blocks of a lease lie in memory."""
+        count = 0
+        for node in path(lease.node):
+            tag = node.tag
+            if tag is None or tag >= self.memory:
+                break
+            count += len(node.blocks)
+        return count
+
+    def whereabouts(self, lease: Lease) -> Whereabouts:
+        """Return where the leading blocks of a lease lie in memory, up to the first that does not."""
+        residency = self.cache.residency
+        table = residency.table
+        parts: list[Whereabouts] = []
+        for node in path(lease.node):
+            tag = node.tag
+            if tag is None or tag >= self.memory:
+                break
+            index = rows(node.blocks)
+            slots = table.slot[tag, index]
+            positions = np.full(len(slots), tag, np.uint32)
+            parts.append(Whereabouts(positions, slots, residency.slots[tag].generations[slots], table.checksum[index]))
+        if not parts:
+            nothing = np.empty(0, np.uint32)
+            return Whereabouts(nothing, nothing.astype(np.int32), nothing, nothing.astype(np.uint64))
+        return Whereabouts(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+    async def recheck(self, lease: Lease, block: int) -> bool:
+        """Check every copy in memory of block number `block` of a lease where it lies; remove the block if one fails.
+
+        Returns whether the block was sound. Who says that a block failed its check may be wrong about it, or lie.
+        """
+        for node in path(lease.node):
+            if block < len(node.blocks):
+                break
+            block -= len(node.blocks)
+        else:
+            return True
+        number = node.blocks[block]
+        table = self.cache.residency.table
+        expected = int(table.checksum[number])
+        copies = [
+            Place(position, int(table.slot[position, number]), expected)
+            for position in range(self.memory)
+            if node.copies >> position & 1
+        ]
+        if await self.reader.verify(copies) == len(copies) or lease.released:
+            return True
+        at = sum(len(above.blocks) for above in path(lease.node))  # anew: the path may have been cut meanwhile
+        for above in reversed(path(lease.node)):
+            at -= len(above.blocks)
+            if number in above.blocks:
+                self.distrust(lease, at + above.blocks.index(number))
+                return False
+        return True
+
+    def sweep_waste(self) -> None:
+        """Begin to discard the records of what has left the tree."""
+        self.mover.start(self.cache.moves.take_waste())
+
     def distrust(self, lease: Lease, block: int) -> None:
         """Remove a block that failed its check, and what follows it."""
         self.cache.stats.failed("checksum")
         self.cache.distrust(lease, block)
-        self.mover.start(self.cache.moves.take_waste())
+        self.sweep_waste()
 
     async def forgotten(self) -> None:
         """Wait until what has left the tree has left the durable tier, too, also where a copy was in flight."""

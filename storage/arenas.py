@@ -25,7 +25,7 @@ from tiercache.storage.memory import HostMemory
 from tiercache.types import Identity, Tier
 
 
-class _HostArena(ABC):
+class HostArena(ABC):
     """What both arenas share: all slots are `[slots, planes, unit_bytes]` bytes in place, of a stride that is the layout's.
 
     Everything is verified where it arrives, not where it came from: a source that changes under the copy, or a copy that went
@@ -63,6 +63,11 @@ class _HostArena(ABC):
     @abstractmethod
     def tier(self) -> Tier:
         """The tier whose slots these are."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> str:
+        """`block-first` or `layer-first` (`tiercache.storage.layouts`)."""
 
     @staticmethod
     @abstractmethod
@@ -181,7 +186,7 @@ class _HostArena(ABC):
         )
 
 
-class DramArena(_HostArena):
+class DramArena(HostArena):
     """Slots in host memory, block-first `[slots, layers, parts, unit_bytes]`, each padded to 4 KiB.
 
     A block is one contiguous run, which is what a disk and a DMA want; the padding lets a writer map its slots and no others.
@@ -191,6 +196,11 @@ class DramArena(_HostArena):
     def tier(self) -> Tier:
         """DRAM."""
         return Tier.DRAM
+
+    @property
+    def layout(self) -> str:
+        """`block-first`."""
+        return "block-first"
 
     @property
     def slot_bytes(self) -> int:
@@ -206,13 +216,18 @@ class DramArena(_HostArena):
         return block_first(region, geometry)
 
 
-class HostHbmArena(_HostArena):
+class HostHbmArena(HostArena):
     """Slots in host memory in the HBM tier's place, layer-first `[layers, parts, slots, unit_bytes]`, without padding."""
 
     @property
     def tier(self) -> Tier:
         """HBM."""
         return Tier.HBM
+
+    @property
+    def layout(self) -> str:
+        """`layer-first`."""
+        return "layer-first"
 
     def layers_array(self) -> NDArray[np.uint8]:
         """Return all slots in place as `[layers, parts, slots, unit_bytes]`, as attention kernels want them; contiguous.

@@ -82,6 +82,14 @@ class SlotPool:
         """One generation a slot, read-only, of the memory that was handed in."""
         return self._shown
 
+    def detach(self) -> None:
+        """Let go of the memory that was handed in, and keep the generations in memory of the pool's own from now on."""
+        own = self._generations.copy()
+        self._generations = own
+        self._generation = own.data
+        self._shown = own.view()
+        self._shown.flags.writeable = False
+
     def take(self, count: int) -> list[int]:
         """Move up to `count` slots from FREE to HELD at full charge and return them; fewer, or none, when there are no more.
 

@@ -9,65 +9,84 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tiercache.config import Config, Share, TierConfig
+from tiercache.config import Config, Limits, Share, TierConfig
 from tiercache.errors import (
     AuditFailed,
     Closed,
     DirectoryLocked,
     DirectoryRefused,
     InvalidConfig,
+    InvalidFrame,
     InvalidInput,
     InvalidSpec,
     InvalidStart,
     InvalidTensor,
     InvalidTokens,
+    JoinRefused,
     LeaseError,
     LeaseLost,
     LeaseReleased,
+    LimitReached,
     MemoryRefused,
     NoShare,
     Refused,
+    SocketRefused,
     SpecMismatch,
     StaleHandle,
     StoreError,
     StoreFull,
     TierCacheError,
     TierTooSmall,
+    UnknownHandle,
     UnsupportedSpec,
     Untrusted,
+    VersionMismatch,
 )
 from tiercache.spec import KVSpec, Namespace
 from tiercache.types import Tier
 
 if TYPE_CHECKING:
+    from tiercache.service.client.blocking import BlockingClient
+    from tiercache.service.client.client import connect
     from tiercache.service.face import Stored
     from tiercache.service.inprocess import TierCache
 
 __version__ = "0.1.0"
 
-_LAZY = {"TierCache": "tiercache.service.inprocess", "Stored": "tiercache.service.face"}
+_LAZY = {
+    "BlockingClient": "tiercache.service.client.blocking",
+    "Stored": "tiercache.service.face",
+    "TierCache": "tiercache.service.inprocess",
+    "connect": "tiercache.service.client.client",
+}
 
 __all__ = [
     "AuditFailed",
+    "BlockingClient",
     "Closed",
     "Config",
     "DirectoryLocked",
     "DirectoryRefused",
     "InvalidConfig",
+    "InvalidFrame",
     "InvalidInput",
     "InvalidSpec",
     "InvalidStart",
     "InvalidTensor",
     "InvalidTokens",
+    "JoinRefused",
     "KVSpec",
     "LeaseError",
     "LeaseLost",
     "LeaseReleased",
+    "LimitReached",
+    "Limits",
     "MemoryRefused",
     "Namespace",
     "NoShare",
     "Refused",
     "Share",
+    "SocketRefused",
     "SpecMismatch",
     "StaleHandle",
     "StoreError",
@@ -78,9 +97,12 @@ __all__ = [
     "TierCacheError",
     "TierConfig",
     "TierTooSmall",
+    "UnknownHandle",
     "UnsupportedSpec",
     "Untrusted",
+    "VersionMismatch",
     "__version__",
+    "connect",
 ]
 
 

@@ -118,6 +118,9 @@ def _check_slots(cache: Cache, faults: list[str]) -> None:
             faults.append(
                 f"{tier}: {len(held)} slots are held by moves and writers, the pool says {len(pool.listed(SlotState.HELD))}"
             )
+        apart = sorted(slot for kept in cache.quarantines for where, slot in kept.places if where == position)
+        if apart != pool.listed(SlotState.QUARANTINED).tolist():
+            faults.append(f"{tier}: {len(apart)} slots are in quarantine, the pool says {len(pool.listed(SlotState.QUARANTINED))}")
         census = pool.census()
         faults.extend(f"{tier}: {fault}" for fault in census.faults)
         if census.free + census.held + census.owned + census.quarantined != pool.capacity:

@@ -6,11 +6,12 @@ layers above execute it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 
 from tiercache.changes import Reason
-from tiercache.leases import Lease, Reservation, Session
+from tiercache.leases import Lease, Quarantine, Reservation, Session
 from tiercache.moves import Moves
 from tiercache.policy import LRU, PolicyFactory
 from tiercache.residency import Residency, Space
@@ -47,6 +48,7 @@ class Cache:
         self.sessions: set[Session] = set()
         self.pending: dict[tuple[Node, bytes], Reservation] = {}
         """Reservations with blocks still to come, by the node they follow and their first symbol."""
+        self.quarantines: set[Quarantine] = set()
         self._limits = [max(1, int(pool.capacity * lease_share)) for pool in pools]
         self._session_number = 0
 
@@ -116,6 +118,21 @@ class Cache:
         lease.session.leases.discard(lease)
         for position, blocks in enumerate(lease.charge):
             lease.session.leased[position] -= blocks
+
+    def share(self, lease: Lease, session: Session) -> Lease:
+        """Take a lease of `session` on what another session's `lease` covers; it is not charged for what that one pays."""
+        assert not lease.released
+        return self._lease(session, lease.space, lease.node, lease.key, lease.blocks, charged=False)
+
+    def hand_over(self, lease: Lease, session: Session) -> None:
+        """Make `session` the owner of a lease, and charge it in the former one's place."""
+        assert not lease.released
+        for owner, sign in ((lease.session, -1), (session, 1)):
+            for position, blocks in enumerate(lease.charge):
+                owner.leased[position] += sign * blocks
+        lease.session.leases.discard(lease)
+        session.leases.add(lease)
+        lease.session = session
 
     def tiers_of(self, lease: Lease) -> dict[int, int]:
         """Return how many of the lease's blocks have their fastest copy at each tier position."""
@@ -198,19 +215,41 @@ class Cache:
 
     def close(self, reservation: Reservation) -> None:
         """Give back what was reserved and not committed, and end the reservation's lease. Closing it again does nothing."""
-        if reservation.closed:
-            return
+        if not reservation.closed:
+            for position, slots in _by_tier(self._end(reservation)):
+                self.residency.slots[position].give(slots)
+
+    def quarantine(self, reservation: Reservation) -> Quarantine:
+        """End a reservation as `close` does, but keep its slots from use until `restore`: a process may still write them.
+
+        Waiting writers of the same blocks go on at once, in other slots.
+        """
+        assert not reservation.closed
+        kept = Quarantine(tuple(self._end(reservation)))
+        for position, slots in _by_tier(kept.places):
+            self.residency.slots[position].quarantine(slots)
+        self.quarantines.add(kept)
+        return kept
+
+    def restore(self, quarantine: Quarantine) -> None:
+        """Free the slots of a quarantine: who might have written them is gone. Doing it again does nothing."""
+        if quarantine in self.quarantines:
+            self.quarantines.remove(quarantine)
+            for position, slots in _by_tier(quarantine.places):
+                self.residency.slots[position].restore(slots)
+
+    def _end(self, reservation: Reservation) -> list[tuple[int, int]]:
+        """End a reservation and its lease, and return the slots that it leaves."""
         reservation.closed = True
         self._withdraw(reservation)
         unused = reservation.blocks[reservation.committed :]
-        for position, slot in reservation.places[reservation.committed :]:
-            self.residency.slots[position].give([slot])
         if len(unused):
             self.residency.table.free(unused)
         reservation.lease.session.reservations.discard(reservation)
         self.release(reservation.lease)
         for call in reservation.on_close:
             call()
+        return reservation.places[reservation.committed :]
 
     # --- taking away --------------------------------------------------------------------------------------------------------
 
@@ -232,6 +271,10 @@ class Cache:
             removed += len(node.blocks)
         self.residency.remove(node, Reason.DELETE)
         return removed
+
+    def blocks_of(self, space: Space) -> int:
+        """Return how many blocks of a namespace are cached. Costs a walk over all of its nodes."""
+        return sum(self._count(child) for child in (space.tree.root.children or {}).values())
 
     def clear(self, space: Space) -> int:
         """Remove all blocks of a namespace and return how many there were."""
@@ -333,6 +376,12 @@ class Cache:
             count += len(node.blocks)
             stack.extend((node.children or {}).values())
         return count
+
+
+def _by_tier(places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
+    """Yield each run of places in one tier, as its position and its slots."""
+    for position, run in groupby(places, key=itemgetter(0)):
+        yield position, [slot for _, slot in run]
 
 
 def _common_blocks(left: bytes, right: bytes, stride: int) -> int:

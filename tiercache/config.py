@@ -36,6 +36,23 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     fraction: float
 
 
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a daemon allows at once: sessions, and in each of them the rest."""
+
+    sessions: int = 256
+    requests: int = 256
+    """Requests that wait for something."""
+    leases: int = 4096
+    """Leases and pins."""
+    reservations: int = 256
+    prompts: int = 64
+    """Prompts that are remembered, so that a growing one is not sent again …"""
+    prompt_bytes: str | int = "16 MiB"
+    """… and how much of them; at least one of `max_tokens` fits."""
+    queued_bytes: str | int = "4 MiB"
+    """Replies that a client has not read. With more its session ends."""
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a cache is made of. Sizes are bytes or text such as `64 MiB`; times carry their unit in the name."""
 
@@ -69,6 +86,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Threads that read from SSD."""
     max_tokens: int = 1 << 20
     """The longest prompt, in tokens."""
+    write_policy: str = "back"
+    """When blocks go to SSD: `back`, when room is needed or at the end; `through`, when committed; `selective`, when used often."""
+    write_through_hits: int = 2
+    """With `selective`: at which match of a block."""
+    socket: str | None = None
+    """The daemon's socket. None: `tiercache.sock` under XDG_RUNTIME_DIR."""
+    admin: str | None = None
+    """Address of the admin part on TCP, such as `127.0.0.1:9410`; it needs a token. None: on the socket alone."""
+    admin_token_file: str | None = None
+    """The file that holds the bearer token for `admin`; nobody else may read it."""
+    limits: Limits = Limits()
+    """What the daemon allows at once."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -133,6 +162,7 @@ def _check(config: Config) -> None:
         ("copy_threads", 1, 64),
         ("read_threads", 1, 64),
         ("max_tokens", 1, 1 << 26),
+        ("write_through_hits", 1, 1 << 20),
         ("watermark_low", 0, 0.5),
         ("watermark_high", 0, 0.5),
         ("lease_share", 0, 1),
@@ -144,6 +174,13 @@ def _check(config: Config) -> None:
         raise InvalidConfig(
             f"watermark_low ({config.watermark_low}) lies above watermark_high ({config.watermark_high})", field="watermark_low"
         )
+    if config.write_policy not in ("back", "through", "selective"):
+        raise InvalidConfig(
+            f"write_policy: must be 'back', 'through' or 'selective', not {config.write_policy!r}",
+            field="write_policy",
+            value=config.write_policy,
+        )
+    _check_daemon(config)
     total = 0.0
     for share in config.shares:
         if not 0 < share.fraction <= 1 or share.block_bytes < 1:
@@ -153,3 +190,20 @@ def _check(config: Config) -> None:
         raise InvalidConfig(f"shares: the fractions add up to {total:g}; the limit is 1", field="shares", value=total)
     if len({share.block_bytes for share in config.shares}) != len(config.shares):
         raise InvalidConfig("shares: block_bytes is listed twice", field="shares")
+
+
+def _check_daemon(config: Config) -> None:
+    if (config.admin is None) != (config.admin_token_file is None):
+        raise InvalidConfig("admin and admin_token_file belong together: on TCP nothing is answered without a token", field="admin")
+    if config.admin is not None:
+        host, colon, port = config.admin.rpartition(":")
+        if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
+            raise InvalidConfig(f"admin: must be an address and a port, not {config.admin!r}", field="admin", value=config.admin)
+    for name in ("sessions", "requests", "leases", "reservations", "prompts"):
+        count = getattr(config.limits, name)
+        if not 1 <= count <= 1 << 20:
+            raise InvalidConfig(
+                f"limits.{name}: must lie between 1 and {1 << 20}, not {count}", field=f"limits.{name}", value=count
+            )
+    for name in ("prompt_bytes", "queued_bytes"):
+        parse_size(getattr(config.limits, name))

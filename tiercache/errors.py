@@ -8,16 +8,22 @@
     │   │   ├── UnsupportedSpec     a kind of attention or a world size that this version does not store
     │   │   └── SpecMismatch        the namespace is open with another spec
     │   ├── InvalidStart        a start that is not a block boundary or not cached
-    │   └── InvalidConfig       a configuration that cannot be: unknown key, impossible value
+    │   ├── InvalidConfig       a configuration that cannot be: unknown key, impossible value
+    │   └── InvalidFrame        a frame that is none of the session's protocol, or comes out of order
     ├── Refused                 the request is well formed, the house can't serve it
     │   ├── NoShare             no share of the tiers for blocks of this size
     │   ├── TierTooSmall        a tier can't hold one block
     │   ├── MemoryRefused       host memory that can't be had (cgroup limit, memfd, lock limit)
-    │   └── DirectoryRefused    a data directory that can't be used
-    │       └── DirectoryLocked     a live process owns it
+    │   ├── DirectoryRefused    a data directory that can't be used
+    │   │   └── DirectoryLocked     a live process owns it
+    │   ├── SocketRefused       a socket that can't be used: a live daemon's, or no socket at all
+    │   ├── LimitReached        more sessions, requests, leases or reservations than the daemon allows
+    │   ├── VersionMismatch     a peer that speaks another version of the protocol
+    │   └── JoinRefused         a token that is no living session's
     ├── LeaseError              a claim that no longer holds
     │   ├── LeaseReleased       used after its end
     │   ├── LeaseLost           the slot was reused while a copying read ran
+    │   ├── UnknownHandle       a number that is no lease, reservation or namespace of this session
     │   └── StaleHandle         the house that gave it is gone
     ├── StoreError              a durable store failed
     │   ├── Untrusted           a record or slot whose bytes can't be trusted; carries the reason
@@ -73,6 +79,10 @@ class InvalidConfig(InvalidInput):
     """A configuration that cannot be."""
 
 
+class InvalidFrame(InvalidInput):
+    """A frame that is none of the session's protocol, or comes out of order."""
+
+
 class Refused(TierCacheError):
     """The request is well formed, but the house can't serve it."""
 
@@ -97,6 +107,22 @@ class DirectoryLocked(DirectoryRefused):
     """A live process owns the data directory; `fields["pid"]` names it when known."""
 
 
+class SocketRefused(Refused):
+    """A socket that can't be used: a live daemon's, or what lies there is no socket."""
+
+
+class LimitReached(Refused):
+    """More sessions, requests, leases or reservations than the daemon allows."""
+
+
+class VersionMismatch(Refused):
+    """A peer that speaks another version of the protocol."""
+
+
+class JoinRefused(Refused):
+    """A token that is no living session's: it is wrong, or the session has ended."""
+
+
 class LeaseError(TierCacheError):
     """A claim that no longer holds."""
 
@@ -107,6 +133,10 @@ class LeaseReleased(LeaseError):
 
 class LeaseLost(LeaseError):
     """The slot was reused while a copying read ran; nothing was handed out."""
+
+
+class UnknownHandle(LeaseError):
+    """A number that is no lease, reservation or namespace of this session: never given out, at its end, or another session's."""
 
 
 class StaleHandle(LeaseError):

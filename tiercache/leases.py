@@ -1,4 +1,4 @@
-"""Claims on blocks: leases of readers, reservations of writers, and the session that owns both."""
+"""Claims on blocks: leases of readers, reservations of writers, the session that owns both, and what outlives it."""
 
 from __future__ import annotations
 
@@ -67,3 +67,13 @@ class Reservation:
     """The reservation that holds the pending blocks."""
     on_close: list[Callable[[], None]] = field(default_factory=list, repr=False)
     """Called when it ends, for those who wait for its blocks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quarantine:
+    """Slots that a reservation left behind and that a process may still write: nobody's, and not to be used before it is gone.
+
+    `places` are tier position and slot of each.
+    """
+
+    places: tuple[tuple[int, int], ...]

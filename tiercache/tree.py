@@ -28,8 +28,8 @@ class Node:
 
     `copies` and `arriving` are bit sets over tier positions (0 is the fastest): where the whole run is, and where a transfer
     is bringing it. `kids` packs, `KID_BITS` a tier, how many children are in or on their way into that tier. `holds` counts the
-    leases through this node, `moves` the transfers of it; while one of them is above zero the node loses no copy. `older` and
-    `newer` are the links of the eviction order of the node's fastest tier.
+    leases through this node, `moves` the transfers of it; while one of them is above zero the node loses no copy. `matches`
+    counts readers for who wants to know them. `older` and `newer` are the links of the eviction order of the node's fastest tier.
     """
 
     __slots__ = (
@@ -41,6 +41,7 @@ class Node:
         "holds",
         "key",
         "kids",
+        "matches",
         "moves",
         "newer",
         "number",
@@ -60,6 +61,7 @@ class Node:
         self.copies = 0
         self.arriving = 0
         self.kids = 0
+        self.matches = 0
         self.holds = 0
         self.moves = 0
         self.used = 0
@@ -133,7 +135,7 @@ class RadixTree:
         cut = count * self.stride
         head = Node(node.space, node.parent, node.key[:cut], node.blocks[:count])
         head.copies, head.arriving, head.alive = node.copies, node.arriving, node.alive
-        head.holds, head.moves, head.used = node.holds, node.moves, node.used
+        head.holds, head.moves, head.used, head.matches = node.holds, node.moves, node.used, node.matches
         present = node.copies | node.arriving
         position = 0
         while present:

@@ -11,13 +11,18 @@ from tiercache import errors
 
 FACE = {
     # the cache and its clients
+    "BlockingClient",
     "TierCache",
+    "connect",
     # what a caller describes
     "KVSpec",
     "Namespace",
     "Tier",
+    # what is told
+    "Stored",
     # the configuration
     "Config",
+    "Limits",
     "Share",
     "TierConfig",
     # errors
@@ -26,25 +31,31 @@ FACE = {
     "DirectoryLocked",
     "DirectoryRefused",
     "InvalidConfig",
+    "InvalidFrame",
     "InvalidInput",
     "InvalidSpec",
     "InvalidStart",
     "InvalidTensor",
     "InvalidTokens",
+    "JoinRefused",
     "LeaseError",
     "LeaseLost",
     "LeaseReleased",
+    "LimitReached",
     "MemoryRefused",
     "NoShare",
     "Refused",
+    "SocketRefused",
     "SpecMismatch",
     "StaleHandle",
     "StoreError",
     "StoreFull",
     "TierCacheError",
     "TierTooSmall",
+    "UnknownHandle",
     "UnsupportedSpec",
     "Untrusted",
+    "VersionMismatch",
 }
 
 

@@ -360,3 +360,16 @@ def test_the_census_sees_books_that_are_wrong() -> None:
     assert "can be taken" in " ".join(doubled.census().faults)
     assert "slot 0 is HELD and costs 0" in " ".join(unpaid.census().faults)
     assert "the books say 4" in " ".join(unpaid.census().faults)
+
+
+def test_a_detached_pool_goes_on_in_memory_of_its_own() -> None:
+    """What was handed in is let go of, as it is."""
+    shared = np.zeros(4, np.uint32)
+    pool = SlotPool(4, generations=shared)
+    pool.give(pool.take(1))
+    pool.detach()
+
+    pool.give(pool.take(1))
+
+    assert shared.tolist() == [1, 0, 0, 0]
+    assert pool.generations.tolist() == [2, 0, 0, 0] and pool.census().faults == ()

@@ -1,0 +1,308 @@
+"""One session with one run of the daemon: requests and their replies, notices, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from tiercache import errors
+from tiercache.errors import JoinRefused, TierCacheError
+from tiercache.service import wire
+from tiercache.service.client.channel import Channel
+from tiercache.service.client.counts import Counts, Miss
+from tiercache.service.client.mapping import Memory
+from tiercache.service.client.prompts import Prompts
+
+R = TypeVar("R")
+
+_MOST_MESSAGE = 256 << 20
+"""Bytes of one message; the places of a million blocks are 24 MB."""
+_MOST_WAITING = 4096
+"""Requests under way."""
+_MOST_QUEUED = 64 << 20
+"""Bytes that wait for the daemon to read them."""
+_MOST_EARLY = 1024
+"""Notices of leases whose match has not been told to who asked."""
+_LAG = 0.05
+"""Seconds. A deadline that is noticed this late was missed by our own loop; what came meanwhile is read first."""
+_PROMPTS, _PROMPT_BYTES = 16, 16 << 20
+
+
+class Listener(Protocol):
+    """Who is told what becomes of a lease."""
+
+    def arrived(self, layer: int) -> None:
+        """A layer of all blocks is where it is read."""
+        ...
+
+    def lost(self, reason: str) -> None:
+        """The lease has ended."""
+        ...
+
+
+class _Waiter(NamedTuple):
+    future: asyncio.Future[Any]
+    undo: Callable[[wire.Reply], None] | None
+    heard: int
+
+
+class Connection:
+    """Requests to one run of the daemon; made by `connect`. What does not come back is a `Miss`, counted, never an exception."""
+
+    def __init__(self, counts: Counts, deadline: float) -> None:
+        self._counts = counts
+        self.deadline = deadline
+        """Seconds that a reply may take."""
+        self._loop = asyncio.get_running_loop()
+        self._channel: Channel | None = None
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, _Waiter] = {}
+        self._posted: set[int] = set()
+        self._most = _MOST_WAITING
+        self._listeners: dict[int, Listener] = {}
+        self._early: deque[wire.Arrived | wire.Lost] = deque(maxlen=_MOST_EARLY)
+        self._heard = 0
+        self._silent = False
+        self._memory: Memory | None = None
+        self._welcome: wire.Welcome | None = None
+        self.prompts = Prompts(_PROMPTS, _PROMPT_BYTES)
+        self.ended = asyncio.Event()
+        """Set when the session is over, whoever ended it."""
+        self.reason = ""
+        """Why it is over."""
+
+    # --- beginning and end ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    async def connect(cls, path: str, counts: Counts, *, deadline: float, join: bytes | None) -> Connection | Miss:
+        """Open a session on the daemon's socket at `path`.
+
+        Raises what the daemon says of `join` when it refuses it: that is the caller's mistake, and trying again is no use.
+        """
+        connection = cls(counts, deadline)
+        try:
+            async with asyncio.timeout(deadline):
+                miss = await connection._begin(path, join)
+        except TimeoutError:
+            miss = Miss("slow", f"no session within {deadline} s")
+        except OSError as error:
+            miss = Miss("away", f"no session: {error}")
+        except BaseException:
+            connection.end("closed")
+            raise
+        if miss is not None:
+            connection.end(miss.message)
+            return miss
+        counts.sessions += 1
+        return connection
+
+    async def _begin(self, path: str, join: bytes | None) -> Miss | None:
+        def make() -> Channel:
+            return Channel(self._counts, self._take, self._end, limit=_MOST_MESSAGE)
+
+        _, self._channel = await self._loop.create_unix_connection(make, path)
+        await self._channel.shake_hands(wire.SESSION_PATH)
+        welcome = await self.call(wire.Welcome, wire.Hello, raises=(JoinRefused,), version=wire.VERSION, join=join)
+        if isinstance(welcome, Miss):
+            return welcome
+        if welcome.version != wire.VERSION:
+            return Miss("version", f"the daemon speaks version {welcome.version}, this client {wire.VERSION}")
+        self._welcome = welcome
+        limits = welcome.limits
+        self._most = max(1, limits.get("requests", _MOST_WAITING))
+        self.prompts = Prompts(limits.get("prompts", _PROMPTS), limits.get("prompt_bytes", _PROMPT_BYTES))
+        self._memory = await Memory.connect(welcome.descriptors)
+        self._counts.sent += await self._memory.fetch(welcome.token)
+        return None
+
+    def end(self, reason: str) -> None:
+        """End the session; whoever waits gets a miss."""
+        if self._channel is not None:
+            self._channel.end(reason)
+        self._end(reason)
+
+    def let_go(self) -> None:
+        """In a forked child: point the descriptors of the parent's connections elsewhere."""
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in (
+            self._channel.descriptor if self._channel is not None else -1,
+            self._memory.channel if self._memory is not None else -1,
+        ):
+            if descriptor >= 0:
+                os.dup2(null, descriptor, inheritable=False)
+        os.close(null)
+
+    async def close(self) -> None:
+        """End the session and wait until the connection is gone."""
+        self.end("closed")
+        if self._channel is not None:
+            await self._channel.close()
+
+    @property
+    def welcome(self) -> wire.Welcome:
+        """What the daemon said of itself."""
+        assert self._welcome is not None, "`connect` gives no connection without it"
+        return self._welcome
+
+    async def memory_of(self, arenas: list[wire.ArenaAt]) -> Memory:
+        """Return the daemon's memory, with all descriptors that `arenas` need. Raises OSError or TimeoutError."""
+        assert self._memory is not None, "`connect` gives no connection without it"
+        if not all(self._memory.has(at) for at in arenas):
+            async with asyncio.timeout(self.deadline):
+                self._counts.sent += await self._memory.fetch(self.welcome.token)
+        return self._memory
+
+    # --- requests ---------------------------------------------------------------------------------------------------------
+
+    async def call(
+        self,
+        expected: type[R],
+        request: type[wire.Request],
+        *,
+        key: bytes | None = None,
+        patience: float = 0.0,
+        undo: Callable[[wire.Reply], None] | None = None,
+        raises: tuple[type[TierCacheError], ...] = (),
+        **fields: Any,
+    ) -> R | Miss:
+        """Send a request and return its reply, which is an `expected`, or why there is none.
+
+        `key` is a packed prompt, of which what the daemon does not know goes along. `patience` is added to the deadline, for
+        what the daemon may wait for on purpose. `undo` is called with a reply that comes after the caller has gone or given up.
+        What the daemon refuses by a name among `raises` is raised.
+        """
+        if self.ended.is_set() or self._channel is None:
+            return self._counts.missed("away", self.reason)
+        if self._silent:
+            return self._counts.missed("slow", "the daemon has not answered since its last deadline")
+        if len(self._waiting) + len(self._posted) >= self._most or self._channel.queued > _MOST_QUEUED:
+            return self._counts.missed("busy", f"{len(self._waiting)} requests, {self._channel.queued} bytes are under way")
+        if key is not None:
+            fields["prompt"] = self.prompts.say(key)
+        number = self._send(request, fields)
+        waiter = _Waiter(self._loop.create_future(), undo, self._heard)
+        self._waiting[number] = waiter
+        due = self._loop.time() + self.deadline + patience
+        timer = self._loop.call_at(due, self._expire, waiter, due, request)
+        try:
+            answer = await waiter.future
+        except asyncio.CancelledError:
+            if waiter.future.done() and not waiter.future.cancelled():
+                self._undo(waiter, waiter.future.result())
+            raise
+        finally:
+            timer.cancel()
+        if isinstance(answer, expected):
+            return answer
+        if isinstance(answer, Miss):
+            return answer
+        if isinstance(answer, wire.Failed):
+            kind = getattr(errors, answer.kind, None)
+            if isinstance(kind, type) and issubclass(kind, raises):
+                raise kind(answer.message)
+            if answer.kind == wire.UNKNOWN_BASE and key is not None and fields["prompt"].base is not None:
+                self.prompts.forget()
+                return await self.call(expected, request, key=key, patience=patience, undo=undo, raises=raises, **fields)
+            return self._counts.missed(answer.kind, answer.message)
+        self._undo(waiter, answer)
+        return self._counts.missed("malformed", f"a {type(answer).__name__} is no answer to {request.__name__}")
+
+    def post(self, request: type[wire.Request], **fields: Any) -> None:
+        """Send a request whose answer nobody waits for."""
+        if not self.ended.is_set():
+            self._posted.add(self._send(request, fields))
+
+    def listen(self, lease: int, listener: Listener) -> None:
+        """Tell `listener` what becomes of a lease, also what came since the lease began."""
+        self._listeners[lease] = listener
+        early = [notice for notice in self._early if notice.lease == lease]
+        for notice in early:
+            self._early.remove(notice)
+            self._notify(listener, notice)
+        if self.ended.is_set():
+            listener.lost(self.reason)
+
+    def release(self, lease: int) -> None:
+        """End a lease, whose listener is told no more."""
+        self._listeners.pop(lease, None)
+        self.post(wire.Release, lease=lease)
+
+    # --- inside -----------------------------------------------------------------------------------------------------------
+
+    def _send(self, request: type[wire.Request], fields: dict[str, Any]) -> int:
+        assert self._channel is not None
+        number = next(self._numbers)
+        self._counts.requests += 1
+        self._channel.send(wire.encoder.encode(request(id=number, **fields)))
+        return number
+
+    def _expire(self, waiter: _Waiter, due: float, request: type[wire.Request]) -> None:
+        if waiter.future.done():
+            return
+        now = self._loop.time()
+        if now - due > _LAG:
+            self._loop.call_at(now + _LAG, self._expire, waiter, now + _LAG, request)
+            return
+        # Nothing at all was heard since: the next calls would only wait as long. The first thing that is heard ends that.
+        self._silent = waiter.heard == self._heard
+        waiter.future.set_result(self._counts.missed("slow", f"no reply to {request.__name__} within the deadline"))
+
+    def _take(self, message: bytes) -> None:
+        self._heard += 1
+        self._silent = False
+        try:
+            frame = wire.answers.decode(message)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            # Whose reply it was can't be told; a daemon that sends such things is not to be waited for.
+            self._counts.missed("malformed", str(error))
+            self.end(f"a frame that can't be read: {error}")
+            return
+        if isinstance(frame, wire.Arrived | wire.Lost):
+            listener = self._listeners.get(frame.lease)
+            if listener is None:
+                self._early.append(frame)
+            else:
+                self._notify(listener, frame)
+        elif not isinstance(frame, wire.Draining):
+            waiter = self._waiting.pop(frame.id, None)
+            self._posted.discard(frame.id)
+            if waiter is None:
+                if isinstance(frame, wire.Failed):
+                    self._counts.missed(frame.kind, frame.message)
+            elif waiter.future.done():
+                self._undo(waiter, frame)
+            else:
+                waiter.future.set_result(frame)
+
+    @staticmethod
+    def _notify(listener: Listener, notice: wire.Arrived | wire.Lost) -> None:
+        if isinstance(notice, wire.Arrived):
+            listener.arrived(notice.layer)
+        else:
+            listener.lost(notice.reason)
+
+    @staticmethod
+    def _undo(waiter: _Waiter, answer: Any) -> None:
+        if waiter.undo is not None and not isinstance(answer, wire.Failed | Miss):
+            waiter.undo(answer)
+
+    def _end(self, reason: str) -> None:
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        self.reason = reason
+        waiting, self._waiting = self._waiting, {}
+        for waiter in waiting.values():
+            if not waiter.future.done():
+                waiter.future.set_result(self._counts.missed("away", reason))
+        # Cleared, too: what ends a lease when its last tensor goes holds this connection, and must not hold that tensor's lease.
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.lost(reason)
+        self._memory = None

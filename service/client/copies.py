@@ -1,0 +1,90 @@
+"""Copies between mapped slots and the client's own memory, on worker threads.
+
+A slot that the daemon gives to somebody else gets its next generation first. So a copy is the block that was asked for if the
+generation is the expected one *after* it; that it was so before only saves the copy. The checksum is the guard against
+everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tiercache.kernels.host import Bytes, copy_block, scatter_tokens
+from tiercache.service.client.mapping import Arena
+from tiercache.service.wire import Place, place_table
+from tiercache.storage.checksum import checksum
+
+LOST = "lost"
+ROTTEN = "checksum"
+
+
+def is_there(arenas: Sequence[Arena], place: Place) -> bool:
+    """Return whether the block is still in its slot."""
+    return arenas[place.position].generations[place.slot] == place.generation
+
+
+def require_places(arenas: Sequence[Arena], packed: bytes) -> None:
+    """Raise ValueError unless `packed` are places in what is mapped."""
+    table = place_table(packed)
+    capacities = np.array([len(arena.generations) for arena in arenas], np.int64)
+    if (table["position"] >= len(arenas)).any() or (table["slot"] >= capacities[table["position"]]).any():
+        raise ValueError("a block lies where nothing is mapped")
+
+
+def gather(arenas: Sequence[Arena], places: Sequence[Place], into: Bytes) -> tuple[int, str | None]:
+    """Copy blocks one after the other into `into`, `[planes, len(places) * unit_bytes]`, and verify every copy.
+
+    Returns how many leading ones are good, and why the next one is not.
+    """
+    unit = into.shape[1] // len(places)
+    for number, place in enumerate(places):
+        if not is_there(arenas, place):
+            return number, LOST
+        copy = into[:, number * unit : (number + 1) * unit]
+        copy_block(arenas[place.position].slots[place.slot], copy)
+        found = checksum(copy)
+        if not is_there(arenas, place):
+            return number, LOST
+        if found != place.checksum:
+            return number, ROTTEN
+    return len(places), None
+
+
+def verify(arenas: Sequence[Arena], places: Sequence[Place]) -> tuple[int, str | None]:
+    """Check blocks where they lie; returns as `gather` does."""
+    for number, place in enumerate(places):
+        found = checksum(arenas[place.position].slots[place.slot])
+        if not is_there(arenas, place):
+            return number, LOST
+        if found != place.checksum:
+            return number, ROTTEN
+    return len(places), None
+
+
+def layer(arenas: Sequence[Arena], places: Sequence[Place], low: int, into: Bytes) -> bool:
+    """Copy the planes from `low` on of every block into `into`, `[parts, len(places) * unit_bytes]`.
+
+    Returns whether all blocks were there to the end. Nothing is verified: a checksum covers whole blocks (see `verify`).
+    """
+    unit = into.shape[1] // len(places)
+    high = low + len(into)
+    for number, place in enumerate(places):
+        copy_block(arenas[place.position].slots[place.slot][low:high], into[:, number * unit : (number + 1) * unit])
+    return all(is_there(arenas, place) for place in places)
+
+
+def scatter(tensor: Bytes, first: int, slots: Sequence[Bytes]) -> list[int]:
+    """Fill reserved slots from block `first` of `tensor` on; return the checksums of what lies there now."""
+    sums: list[int] = []
+    for number, block in enumerate(slots, first):
+        unit = block.shape[1]
+        scatter_tokens(tensor, number, block, token_bytes=unit)
+        sums.append(checksum(block))
+    return sums
+
+
+def seal(slots: Sequence[Bytes]) -> list[int]:
+    """Return the checksums of slots that were filled in place."""
+    return [checksum(block) for block in slots]

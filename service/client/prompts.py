@@ -1,0 +1,74 @@
+"""What the daemon has been told of prompts, so that a growing one is not told again from its beginning."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from tiercache.service.wire import Prompt
+
+_WORTH = 256
+"""Bytes; a shorter common beginning is sent again: it costs less than looking for it."""
+
+
+class Prompts:
+    """The last prompts of a session, at most `count` of them and `size` bytes together: what the daemon keeps as bases.
+
+    A number names one prompt and never another: were it used again, a request that the daemon refuses could leave the old
+    prompt behind it, and the next one would continue a prompt that nobody asked for. The daemon may keep fewer than these; it
+    says so (`UNKNOWN_BASE`), and then `forget` makes the next one go whole.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        self._count = count
+        self._size = size
+        self._known: OrderedDict[int, bytes] = OrderedDict()
+        self._bytes = 0
+        self._next = 0
+
+    def say(self, key: bytes) -> Prompt:
+        """Return `key` as what it shares with a known prompt, and the rest; it must be sent, and is known from then on."""
+        base, keep = self._longest(key)
+        if base is not None:
+            self._known.move_to_end(base)
+            if keep == len(key) == len(self._known[base]):
+                return Prompt(base, base, keep, b"")
+        number = self._next
+        self._next += 1
+        self._known[number] = key
+        self._bytes += len(key)
+        while len(self._known) > self._count or self._bytes > self._size:
+            self._bytes -= len(self._known.popitem(last=False)[1])
+        return Prompt(number, base, keep, key[keep:] if keep else key)
+
+    def forget(self) -> None:
+        """Know nothing."""
+        self._known.clear()
+        self._bytes = 0
+
+    def _longest(self, key: bytes) -> tuple[int | None, int]:
+        found, most = None, _WORTH - 1
+        for number, known in reversed(self._known.items()):
+            shared = _common(known, key)
+            if shared > most:
+                found, most = number, shared
+                if shared == len(key):
+                    break
+        return found, most if found is not None else 0
+
+
+def _common(left: bytes, right: bytes) -> int:
+    """Return how many leading bytes both share."""
+    if len(left) > len(right):
+        left, right = right, left
+    if right.startswith(left):
+        return len(left)
+    if left[:_WORTH] != right[:_WORTH]:
+        return 0
+    low, high = _WORTH, len(left)  # the first `low` bytes are equal, the first `high` are not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

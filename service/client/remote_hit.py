@@ -1,0 +1,263 @@
+"""A hit of a client: a lease in the daemon, and copies out of the daemon's memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tiercache.checks import integer
+from tiercache.errors import LeaseLost, LeaseReleased, StaleHandle
+from tiercache.kernels.host import Bytes
+from tiercache.service import tensors, wire
+from tiercache.service.client import copies
+from tiercache.service.client.handle import Claim, House
+from tiercache.spec import KVSpec
+from tiercache.storage.workers import Lane
+from tiercache.types import Tier
+
+if TYPE_CHECKING:
+    import torch
+
+_SHARE = 4 << 20
+"""Bytes; below it one thread is done before a second one would begin."""
+
+
+class RemoteHit:
+    """A lease on the longest cached prefix; `async with kv.match(tokens) as hit` takes and releases it.
+
+    After its end every method raises LeaseReleased. When the daemon has gone meanwhile, `ready` says 0, and `layer`, `gather`
+    and `view` raise StaleHandle; what they gave before stays good.
+    """
+
+    def __init__(self, house: House, spec: KVSpec, claim: Callable[[], Awaitable[Claim]]) -> None:
+        self._house = house
+        self._spec = spec
+        self._make = claim
+        self._claim: Claim | None = None
+        self._entered = False
+        self._blocks = 0
+        self._ended = False
+
+    # --- lifetime ---------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Find the prefix and take the lease. A daemon that does not answer is a hit of no tokens."""
+        if self._entered:
+            raise LeaseReleased("a hit can be entered only once")
+        self._entered = True
+        self._claim = await self._make()
+        self._blocks = self._claim.blocks
+        return self
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        """Take the lease without a block; `release` ends it."""
+        return self.__aenter__().__await__()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End the lease; tensors that were handed out in place keep it until they are gone."""
+        if not self._ended and self._claim is not None:
+            self._leave(self._claim)
+
+    async def release(self) -> None:
+        """End the lease. Raises LeaseReleased when it has ended."""
+        self._leave(self._live())
+
+    def _leave(self, claim: Claim) -> None:
+        self._house.require_own()
+        self._ended = True
+        claim.leave()
+
+    def _live(self) -> Claim:
+        self._house.require_own()
+        if self._claim is None or self._ended:
+            raise LeaseReleased("the lease of this hit has ended" if self._ended else "the hit has not been entered")
+        return self._claim
+
+    def _held(self) -> Claim:
+        """Return the claim if the daemon still holds the lease, or there never was one."""
+        claim = self._live()
+        if claim.handle is not None and claim.handle.connection.ended.is_set():
+            raise StaleHandle(f"the daemon that gave this lease is gone: {claim.handle.connection.reason}")
+        return claim
+
+    # --- what was found ---------------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> int:
+        """How many leading tokens the lease covers; what was promised, not yet what is readable."""
+        self._live()
+        return self._blocks * self._spec.block_size
+
+    @property
+    def tiers(self) -> Mapping[Tier, int]:
+        """Where the tokens were found at match, by tier, the fastest first."""
+        return self._live().tiers
+
+    @property
+    def number(self) -> int | None:
+        """The lease's number, for a client that joined this one (`shared_hit`); None without a lease."""
+        return self._live().lease
+
+    @property
+    def claim(self) -> Claim:
+        """The claim, for who writes after it."""
+        return self._live()
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are kept."""
+        return self._blocks
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the daemon has been told that the blocks are read in place."""
+        return self._claim is not None and self._claim.in_place
+
+    def take(self, tokens: int) -> int:
+        """Keep the first `tokens` tokens, rounded down to whole blocks; return how many that are."""
+        claim = self._live()
+        size = self._spec.block_size
+        self._blocks = max(0, min(tokens // size, self._blocks))
+        if claim.sharing.users == 1:
+            claim.shorten(self._blocks)
+        return self._blocks * size
+
+    # --- reading ----------------------------------------------------------------------------------------------------------
+
+    async def ready(self) -> int:
+        """Wait until what can be in memory is there; return how many leading tokens are readable.
+
+        Fewer than `tokens` when a block could not be read, failed its check, or found no room in time; 0 when the daemon is gone
+        or does not say.
+        """
+        claim = self._live()
+        await claim.settled()
+        return min(claim.readable, self._blocks) * self._spec.block_size if claim.gone is None else 0
+
+    async def gather(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the readable KV, `[layers, parts, tokens, kv_heads, head_dim]`: one copy, each block verified as it is copied.
+
+        `out`, if given, has room for at least the readable tokens, and each layer's tokens contiguous; what is returned is its
+        leading part. A block that fails its check, or whose slot was given to another one while it was copied, is left out with
+        what follows it. Raises StaleHandle when the daemon is gone.
+        """
+        spec = self._spec
+        self._held()
+        await self.ready()
+        claim = self._held()
+        places = self._places(claim) if claim.gone is None else ()
+        tokens = len(places) * spec.block_size
+        if out is None:
+            out = tensors.empty(spec, tokens)
+        elif out.ndim == 5 and out.shape[2] > tokens:
+            out = out[:, :, :tokens]
+        out = tensors.require(out, spec, tokens, "out")
+        good = 0
+        if places:
+            good, reason = await self._shared(claim, places, tensors.planes_for_writing(out, spec))
+            self._house.counts.read += good * spec.block_bytes
+            if reason is not None:
+                self._cut(claim, good, reason)
+        return out[:, :, : good * spec.block_size]
+
+    async def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """Return K and V of one layer, each `[tokens, kv_heads, head_dim]`, in tensors of the caller's own; latent: one.
+
+        Waits until that layer of all blocks is where it is read, not for later layers. Blocks are checked once a hit. Raises
+        InvalidInput for a layer that the model does not have, StaleHandle when the daemon is gone, LeaseLost when a slot was
+        given to another block meanwhile.
+        """
+        spec = self._spec
+        self._held()
+        self._require_layer(layer)
+        places = await self._checked()
+        claim = self._held()
+        await claim.arrival(layer)
+        claim = self._held()
+        one = KVSpec(
+            layers=1,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            dtype=spec.dtype,
+            block_size=spec.block_size,
+            latent=spec.latent,
+        )
+        out = tensors.empty(one, len(places) * spec.block_size)
+        if places:
+            into = tensors.planes_for_writing(out, one)
+            there = await self._house.workers.run(Lane.COPY, copies.layer, claim.arenas, places, layer * spec.parts, into)
+            if not there:
+                raise self._lost(claim)
+            self._house.counts.read += into.nbytes
+        return tuple(out[0])
+
+    def view(self, block: int, layer: int) -> tuple[torch.Tensor, ...]:
+        """Return K and V of one layer of block number `block` in place, each `[block_size, kv_heads, head_dim]`.
+
+        Only of what `ready` said. Not to be written: the memory is mapped read-only. The tensors own their lease: it ends when
+        they and the hit are gone. Raises InvalidInput for a block that is not readable, StaleHandle when the daemon is gone,
+        LeaseLost when the lease ended without the reader's doing.
+        """
+        spec, claim = self._spec, self._held()
+        self._require_layer(layer)
+        places = self._places(claim)
+        integer(block, 0, len(places) - 1, "block")
+        place, grip = places[block], claim.grip
+        assert grip is not None, "a live claim has one"
+        claim.read_in_place()
+        arena = claim.arenas[place.position]
+        planes = arena.in_place(place.slot, layer * spec.parts, (layer + 1) * spec.parts, grip)
+        if claim.gone is not None or not copies.is_there(claim.arenas, place):
+            raise self._lost(claim)
+        return tuple(tensors.as_tensor(planes, spec, spec.block_size)[0])
+
+    # --- inside -----------------------------------------------------------------------------------------------------------
+
+    def _places(self, claim: Claim) -> Sequence[wire.Place]:
+        return claim.places[: self._blocks]
+
+    def _require_layer(self, layer: int) -> None:
+        integer(layer, 0, self._spec.layers - 1, "layer")
+
+    def _cut(self, claim: Claim, good: int, reason: str) -> None:
+        claim.cut(good, reason)
+        self._blocks = min(self._blocks, good)
+
+    def _lost(self, claim: Claim) -> LeaseLost:
+        self._house.counts.missed(copies.LOST, claim.gone or "")
+        return LeaseLost(f"the lease ended while it was read: {claim.gone or 'a slot was given to another block'}")
+
+    async def _checked(self) -> Sequence[wire.Place]:
+        """Return the places of the hit's blocks that are sound; each is checked once a hit."""
+        await self.ready()
+        claim = self._held()
+        async with claim.lock:
+            places = self._places(claim) if claim.gone is None else ()
+            rest = places[claim.verified :]
+            if rest:
+                good, reason = await self._house.workers.run(Lane.COPY, copies.verify, claim.arenas, rest)
+                claim.verified += good
+                if reason is not None:
+                    self._cut(claim, claim.verified, reason)
+            return places[: claim.verified]
+
+    async def _shared(self, claim: Claim, places: Sequence[wire.Place], planes: Bytes) -> tuple[int, str | None]:
+        """Gather in as many threads as it is worth."""
+        unit = planes.shape[1] // len(places)
+        parts = max(1, min(self._house.threads, len(places), planes.nbytes // _SHARE))
+        step = -(-len(places) // parts)
+        ranges = [(low, min(low + step, len(places))) for low in range(0, len(places), step)]
+        found = await asyncio.gather(
+            *(
+                self._house.workers.run(
+                    Lane.COPY, copies.gather, claim.arenas, places[low:high], planes[:, low * unit : high * unit]
+                )
+                for low, high in ranges
+            )
+        )
+        for (low, _), (good, reason) in zip(ranges, found, strict=True):
+            if reason is not None:
+                return low + good, reason
+        return len(places), None

@@ -1,0 +1,170 @@
+"""A client's room: reserved slots of the daemon's memory, mapped to be written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from tiercache.checks import integer
+from tiercache.errors import InvalidStart, LeaseReleased
+from tiercache.kernels.host import Bytes
+from tiercache.service import tensors, wire
+from tiercache.service.client import copies
+from tiercache.service.client.counts import Miss
+from tiercache.service.client.handle import Handle, House
+from tiercache.spec import KVSpec
+from tiercache.storage.workers import Lane
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Reserved:
+    """Slots that the daemon holds for this client; without a daemon there are none.
+
+    `mapped` may be called in any thread.
+    """
+
+    def __init__(self, house: House, handle: Handle | None, reply: wire.Reserved | None) -> None:
+        self._house = house
+        self._handle = handle
+        self._reply = reply
+        self._slots: list[Bytes] | None = None
+        self.present = reply.present if reply is not None else 0
+        self.pending = reply.pending if reply is not None else 0
+        self.places = self._read(handle, reply) if handle is not None and reply is not None else []
+        self.number = reply.reservation if reply is not None else None
+        self.answered = reply is not None
+        self.committed = 0
+        self.closed = False
+
+    def mapped(self) -> list[Bytes]:
+        """Return the slots in place, each `[planes, unit_bytes]`. Raises OSError when they can't be mapped."""
+        if self._slots is None:
+            arenas = self._handle.arenas if self._handle is not None else ()
+            slots: dict[tuple[int, int], Bytes] = {}
+            for position in {place.position for place in self.places}:
+                numbers = [place.slot for place in self.places if place.position == position]
+                views = arenas[position].writable(numbers)
+                slots.update(((position, slot), view) for slot, view in zip(numbers, views, strict=True))
+            self._slots = [slots[place.position, place.slot] for place in self.places]
+        return self._slots
+
+    async def commit(self, upto: int, sums: Sequence[int]) -> bool:
+        """Hand the blocks before `upto` over; return whether the daemon said how many it took."""
+        if self._handle is None or self._reply is None:
+            return False
+        packed = b"".join(value.to_bytes(8, "little") for value in sums)
+        count = await self._handle.connection.call(
+            wire.Count, wire.Commit, reservation=self._reply.reservation, upto=upto, checksums=packed
+        )
+        if isinstance(count, Miss):
+            return False
+        self.committed = min(count.count, len(self.places))
+        self._house.counts.written += len(sums) * self._handle.spec.block_bytes
+        return True
+
+    def close(self) -> None:
+        """Give back what was not committed. Closing it again does nothing."""
+        if not self.closed and self._handle is not None and self._reply is not None:
+            self._handle.connection.post(wire.Close, reservation=self._reply.reservation)
+        self.closed = True
+
+    def _read(self, handle: Handle, reply: wire.Reserved) -> list[wire.Place]:
+        try:
+            copies.require_places(handle.arenas, reply.places)
+            places = wire.unpack_places(reply.places)
+        except ValueError as error:
+            self._house.counts.missed("malformed", str(error))
+            return []
+        return places
+
+
+class RemoteRoom:
+    """Slots for the blocks of a prompt that are not cached; `async with kv.reserve(tokens, after=hit) as room`.
+
+    What was written is the cache's with `commit`; leaving gives the rest back. After its end every method raises LeaseReleased,
+    and what `blocks` gave must not be touched any more. A daemon that does not answer is a room without blocks; when it goes
+    away later, what was written is dropped, and `commit` says 0.
+    """
+
+    def __init__(self, house: House, spec: KVSpec, acquire: Callable[[], Awaitable[Reserved]]) -> None:
+        self._house = house
+        self._spec = spec
+        self._acquire = acquire
+        self._entered = False
+        self._reserved: Reserved | None = None
+
+    async def __aenter__(self) -> Self:
+        """Take the slots; waits for room at most as long as an insert may."""
+        if self._entered:
+            raise LeaseReleased("a room can be entered only once")
+        self._entered = True
+        self._reserved = await self._acquire()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Give back what was not committed."""
+        if self._reserved is not None:
+            self._house.require_own()
+            self._reserved.close()
+
+    def _live(self) -> Reserved:
+        self._house.require_own()
+        if self._reserved is None or self._reserved.closed:
+            raise LeaseReleased("this room has been left" if self._reserved else "the room has not been entered")
+        return self._reserved
+
+    @property
+    def number(self) -> int | None:
+        """The reservation's number, for a client that joined this one (`shared_room`); None without a reservation."""
+        return self._live().number
+
+    @property
+    def present(self) -> int:
+        """Tokens of the prompt that were cached already: the first block of `blocks` holds those after them."""
+        return self._live().present * self._spec.block_size
+
+    @property
+    def pending(self) -> int:
+        """Tokens after those that another writer holds now; `blocks` is empty then."""
+        return self._live().pending * self._spec.block_size
+
+    @property
+    def tokens(self) -> int:
+        """Up to which token of the prompt there is room: where the last of `blocks` ends."""
+        reserved = self._live()
+        return (reserved.present + len(reserved.places)) * self._spec.block_size
+
+    @property
+    def blocks(self) -> Sequence[torch.Tensor]:
+        """The new blocks in place, each `[layers, parts, block_size, kv_heads, head_dim]`; fewer when room was short."""
+        reserved, spec = self._live(), self._spec
+        try:
+            slots = reserved.mapped()
+        except OSError as error:
+            self._house.counts.missed("unmapped", str(error))
+            reserved.places = []
+            slots = []
+        return [tensors.as_tensor(slot, spec, spec.block_size) for slot in slots]
+
+    async def commit(self, upto: int) -> int:
+        """Hand the blocks that end at or before token `upto` of the prompt to the cache; return how many tokens are cached now.
+
+        May be called again as more blocks get full. The checksum is taken here: what is written later is rot. Returns less
+        than asked for when what comes before has been deleted meanwhile, and 0 when the daemon does not answer. Raises
+        InvalidStart for an `upto` outside the room.
+        """
+        reserved, size = self._live(), self._spec.block_size
+        first = (reserved.present + reserved.committed) * size
+        integer(upto, first, self.tokens + size - 1, "upto", InvalidStart)
+        end = min(upto // size - reserved.present, len(reserved.places))
+        sums: list[int] = []
+        if end > reserved.committed:
+            slots = reserved.mapped()[reserved.committed : end]
+            sums = await self._house.workers.run(Lane.COPY, copies.seal, slots)
+        reserved = self._live()
+        if sums and not await reserved.commit(end, sums):
+            return 0
+        return (reserved.present + reserved.committed) * size

@@ -1,0 +1,113 @@
+"""What Prometheus scrapes: counted where things happen, collected when asked. Labels are tiers, reasons and types of frames."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tiercache.service.daemon.report import health, quarantined
+
+if TYPE_CHECKING:
+    from tiercache.service.daemon.daemon import Daemon
+
+_STATES = ("starting", "ok", "degraded", "draining", "stopped")
+
+
+def registry_of(daemon: Daemon) -> CollectorRegistry:
+    """Return a registry of this daemon's own; a scrape reads the counts as they are then."""
+    registry = CollectorRegistry()
+    registry.register(_Daemon(daemon))
+    return registry
+
+
+class _Daemon(Collector):
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+
+    def describe(self) -> Iterable[Metric]:
+        """Describe nothing ahead: registering must not need a cache that is open."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
+        yield from self._house()
+        yield from self._tiers()
+        yield from self._traffic()
+
+    def _house(self) -> Iterator[Metric]:
+        house, counts = self._daemon.house, self._daemon.house.counts
+        status = health(self._daemon)["status"]
+        state = GaugeMetricFamily("tiercache_state", "1 for the state that the daemon is in.", labels=["state"])
+        for name in _STATES:
+            state.add_metric([name], float(name == status))
+        yield state
+        yield GaugeMetricFamily("tiercache_sessions", "Sessions now.", value=len(house.sessions))
+        yield GaugeMetricFamily(
+            "tiercache_kept_back", "Ended sessions whose processes may still touch slots.", value=house.kept_back
+        )
+        yield CounterMetricFamily("tiercache_sessions_begun", "Sessions in all.", value=counts.sessions)
+        yield CounterMetricFamily("tiercache_sessions_overrun", "Sessions ended because nobody read.", value=counts.overrun)
+        requests = CounterMetricFamily("tiercache_requests", "Request frames.", labels=["type"])
+        for name, count in counts.requests.items():
+            requests.add_metric([name], count)
+        yield requests
+        failures = CounterMetricFamily("tiercache_request_failures", "Error replies.", labels=["kind"])
+        for name, count in counts.failures.items():
+            failures.add_metric([name], count)
+        yield failures
+        distrusted = CounterMetricFamily(
+            "tiercache_blocks_distrusted", "Blocks that a client distrusted, and what the daemon found.", labels=["found"]
+        )
+        distrusted.add_metric(["sound"], counts.distrusted[True])
+        distrusted.add_metric(["unsound"], counts.distrusted[False])
+        yield distrusted
+
+    def _tiers(self) -> Iterator[Metric]:
+        labels = ["block_bytes", "tier"]
+        slots = GaugeMetricFamily("tiercache_slots", "Slots by what they are for now.", labels=[*labels, "state"])
+        queries = CounterMetricFamily("tiercache_tier_queries_blocks", "Blocks that no faster tier had.", labels=labels)
+        hits = CounterMetricFamily("tiercache_tier_hits_blocks", "Blocks that were found in the tier.", labels=labels)
+        for stack in self._daemon.cache.stacks:
+            size, figures, apart = str(stack.geometry.block_bytes), stack.cache.stats, quarantined(stack)
+            for position, tier in enumerate(stack.cache.tiers):
+                pool = stack.cache.residency.slots[position]
+                name = str(tier)
+                slots.add_metric([size, name, "free"], pool.free)
+                slots.add_metric([size, name, "quarantined"], apart[position])
+                slots.add_metric([size, name, "used"], pool.capacity - pool.free - apart[position])
+                queries.add_metric([size, name], figures.queries[position])
+                hits.add_metric([size, name], figures.hits[position])
+        yield from (slots, queries, hits)
+
+    def _traffic(self) -> Iterator[Metric]:
+        size = ["block_bytes"]
+        matches = CounterMetricFamily("tiercache_matches", "Matches.", labels=size)
+        asked = CounterMetricFamily("tiercache_asked_blocks", "Blocks asked for.", labels=size)
+        missed = CounterMetricFamily("tiercache_missed_blocks", "Blocks that no tier had.", labels=size)
+        clipped = CounterMetricFamily("tiercache_clipped_blocks", "Blocks found and not leased.", labels=size)
+        moved = CounterMetricFamily(
+            "tiercache_moved_blocks", "Blocks by the change of their fastest tier.", labels=[*size, "from", "to", "reason"]
+        )
+        copied = CounterMetricFamily("tiercache_copied_blocks", "Blocks that transfers copied.", labels=[*size, "from", "to"])
+        failures = CounterMetricFamily("tiercache_failures", "Failed transfers, reads and writes.", labels=[*size, "reason"])
+        blocks = GaugeMetricFamily("tiercache_blocks", "Blocks that exist.", labels=size)
+        flying = GaugeMetricFamily("tiercache_transfers", "Transfers under way.", labels=size)
+        for stack in self._daemon.cache.stacks:
+            label, figures = str(stack.geometry.block_bytes), stack.cache.stats
+            matches.add_metric([label], figures.matches)
+            asked.add_metric([label], figures.asked)
+            missed.add_metric([label], figures.missed)
+            clipped.add_metric([label], figures.clips)
+            blocks.add_metric([label], stack.cache.residency.table.live)
+            flying.add_metric([label], len(stack.cache.moves.flying))
+            for (before, after, reason), count in figures.moved.items():
+                moved.add_metric([label, str(before or "none"), str(after or "none"), reason.value], count)
+            for (source, target), count in figures.copied.items():
+                copied.add_metric([label, str(source), str(target)], count)
+            for why, count in figures.failures.items():
+                failures.add_metric([label, why], count)
+        yield from (matches, asked, missed, clipped, moved, copied, failures, blocks, flying)

@@ -1,0 +1,128 @@
+"""What a daemon says of itself: health, statistics, namespaces, as plain values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tiercache.service.stack import Stack
+
+if TYPE_CHECKING:
+    from tiercache.service.daemon.daemon import Daemon
+
+_MUCH_APART = 0.05
+"""The fraction of a tier in quarantine from which on the daemon is not well."""
+
+
+def health(daemon: Daemon) -> dict[str, Any]:
+    """Return `status` (starting, ok, degraded, draining, stopped) and, where it is degraded, the `reasons`."""
+    if daemon.state != "serving":
+        return {"status": daemon.state, "reasons": []}
+    reasons = [reason for stack in daemon.cache.stacks for reason in _ailments(stack)]
+    return {"status": "degraded" if reasons else "ok", "reasons": reasons}
+
+
+def _ailments(stack: Stack) -> Iterator[str]:
+    cache = stack.cache
+    for position in sorted(cache.moves.refusing):
+        yield f"{cache.tiers[position]} refuses blocks; it is tried again"
+    for position, apart in enumerate(quarantined(stack)):
+        capacity = cache.residency.slots[position].capacity
+        if apart > _MUCH_APART * capacity:
+            yield f"{apart} of {capacity} slots of {cache.tiers[position]} are kept from use: processes may still write them"
+
+
+def quarantined(stack: Stack) -> list[int]:
+    """Return how many slots of each tier are in quarantine."""
+    counts = [0] * len(stack.cache.tiers)
+    for kept in stack.cache.quarantines:
+        for position, _ in kept.places:
+            counts[position] += 1
+    return counts
+
+
+def stats(daemon: Daemon) -> dict[str, Any]:
+    """Return all counts, as /v1/stats shows them; blocks and slots are counted, not bytes."""
+    house = daemon.house
+    counts = house.counts
+    return {
+        "status": daemon.state,
+        "boot": house.boot.hex(),
+        "seconds": time.monotonic() - daemon.began,
+        "sessions": [
+            {"session": one.number, "pid": one.pid, "leases": one.holdings.leases, "reservations": one.holdings.reservations}
+            for one in house.sessions
+        ],
+        "kept_back": house.kept_back,
+        "counts": {
+            "sessions": counts.sessions,
+            "requests": dict(counts.requests),
+            "failures": dict(counts.failures),
+            "distrusted": {"sound": counts.distrusted[True], "unsound": counts.distrusted[False]},
+            "overrun": counts.overrun,
+        },
+        "stacks": [_stack(stack) for stack in daemon.cache.stacks],
+    }
+
+
+def _stack(stack: Stack) -> dict[str, Any]:
+    cache, figures = stack.cache, stack.cache.stats
+    apart = quarantined(stack)
+    return {
+        "block_bytes": stack.geometry.block_bytes,
+        "block_size": stack.block_size,
+        "tiers": [
+            {
+                "tier": str(tier),
+                "slots": pool.capacity,
+                "free": pool.free,
+                "quarantined": apart[position],
+                "queries": figures.queries[position],
+                "hits": figures.hits[position],
+            }
+            for position, (tier, pool) in enumerate(zip(cache.tiers, cache.residency.slots, strict=True))
+        ],
+        "matches": figures.matches,
+        "asked": figures.asked,
+        "missed": figures.missed,
+        "clipped": figures.clips,
+        "moved": [
+            {"from": _name(before), "to": _name(after), "reason": reason.value, "blocks": blocks}
+            for (before, after, reason), blocks in figures.moved.items()
+        ],
+        "copied": [{"from": str(one), "to": str(other), "blocks": blocks} for (one, other), blocks in figures.copied.items()],
+        "failures": dict(figures.failures),
+        "blocks": cache.residency.table.live,
+        "leases": sum(len(session.leases) for session in cache.sessions),
+        "reservations": sum(len(session.reservations) for session in cache.sessions),
+        "in_flight": len(cache.moves.flying),
+    }
+
+
+def _name(tier: object) -> str | None:
+    return None if tier is None else str(tier)
+
+
+async def namespaces(daemon: Daemon) -> list[dict[str, Any]]:
+    """Return the namespaces that hold blocks or were opened: digest, blocks, and who they are where that is known."""
+    cache = daemon.cache
+    known = await cache.known_spaces()
+    found = []
+    for stack in cache.stacks:
+        for space in stack.cache.residency.spaces.values():
+            who = known.get(space.digest)
+            found.append(
+                {
+                    "digest": space.digest.hex(),
+                    "block_bytes": stack.geometry.block_bytes,
+                    "blocks": stack.cache.blocks_of(space),
+                    "namespace": None if who is None else _fields(who[0]),
+                    "spec": None if who is None else _fields(who[1]),
+                }
+            )
+    return found
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}

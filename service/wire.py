@@ -1,0 +1,412 @@
+"""The frames of a session: msgpack, one a WebSocket message. These types belong to neither end.
+
+A client sends requests, each with an `id` that it chooses; the daemon sends exactly one reply to each, with that id, an error
+reply where it must. What the daemon sends unasked, a notice, has no id. The first request is `Hello`; its reply announces
+the limits. A frame is an array whose first item is the type's name, so an unknown type is known as such. Nothing here carries
+KV: only where it lies.
+
+Packed fields are little-endian: token ids 32-bit, places `PLACE_BYTES` each (`pack_places`), checksums 64-bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+VERSION = 1
+Numbers = Sequence[int] | NDArray[np.integer]
+SESSION_PATH = "/v1/session"
+"""Where the WebSocket of a session is opened on the daemon's socket."""
+UNKNOWN_BASE = "UnknownBase"
+"""The kind of a `Failed` whose request named a prompt that the daemon does not keep; the only one that is no class of errors."""
+GENERATIONS = "generations"
+"""The name of the descriptor of the generations."""
+MOST_DESCRIPTORS = 64
+"""How many descriptors a `Handed` brings at most."""
+
+
+class _Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    id: int
+
+
+class Hello(_Request, frozen=True, tag="hello"):
+    """Opens a session. `join` is the token of another process's session, whose leases and reservations this one may use."""
+
+    version: int
+    join: bytes | None = None
+
+
+class Open(_Request, frozen=True, tag="open"):
+    """Opens a namespace; the reply, `Opened`, names it by number in this session.
+
+    The dictionaries hold the fields of `Namespace` and of `KVSpec`.
+    """
+
+    namespace: dict[str, Any]
+    spec: dict[str, Any]
+    shard: int = 0
+
+
+class Prompt(msgspec.Struct, array_like=True, frozen=True):
+    """Token ids, packed: the first `keep` bytes of what the prompt numbered `base` said, then `tail`.
+
+    `number` is how this prompt may be a base later; the client chooses it, and a number may be used again. The daemon forgets
+    old prompts: then the reply is `unknown base`, and the client sends all of it.
+    """
+
+    number: int
+    base: int | None
+    keep: int
+    tail: bytes
+
+
+class Match(_Request, frozen=True, tag="match"):
+    """Takes a lease on the longest cached prefix and begins its promotion; the reply is `Leased`.
+
+    The same `request` with the same prompt, while its lease is held, gives that lease again, counted once; each such reply wants
+    a Release of its own.
+    """
+
+    kv: int
+    prompt: Prompt
+    request: str | None = None
+
+
+class Ready(_Request, frozen=True, tag="ready"):
+    """Waits until what can be in memory is there; the reply, `Places`, says where."""
+
+    lease: int
+
+
+class InPlace(_Request, frozen=True, tag="in-place"):
+    """Says that the lease's slots are read in place: should the session end before the lease, they are not used again before this
+    process is gone, or its connection for descriptors.
+    """
+
+    lease: int
+
+
+class Take(_Request, frozen=True, tag="take"):
+    """Keeps the first `blocks` blocks of a lease; the reply counts what it covers then."""
+
+    lease: int
+    blocks: int
+
+
+class Release(_Request, frozen=True, tag="release"):
+    """Ends a lease, or one use of it where several matches share it under one `request`."""
+
+    lease: int
+
+
+class Distrust(_Request, frozen=True, tag="distrust"):
+    """Says that block number `block` of a lease failed its check; the daemon looks for itself."""
+
+    lease: int
+    block: int
+
+
+class Reserve(_Request, frozen=True, tag="reserve"):
+    """Takes slots for the blocks that are not cached; the reply is `Reserved`. `after` is a lease on a prefix of the prompt.
+
+    `wait` lets it wait, a bounded time, for another writer of the same blocks.
+    """
+
+    kv: int
+    prompt: Prompt
+    after: int | None = None
+    tier: str | None = None
+    wait: bool = False
+
+
+class Commit(_Request, frozen=True, tag="commit"):
+    """Hands the reserved blocks before block `upto` to the cache, counted from the first reserved one.
+
+    `checksums` are packed, of those that were not committed before. The reply is the `Count` of the reservation's blocks that
+    are committed in all.
+    """
+
+    reservation: int
+    upto: int
+    checksums: bytes
+
+
+class Close(_Request, frozen=True, tag="close"):
+    """Gives back what was reserved and not committed: this session touches its slots no more."""
+
+    reservation: int
+
+
+class Use(_Request, frozen=True, tag="use"):
+    """Takes part in an open reservation of the session that this one joined; the reply is its `Reserved`.
+
+    Until this session says Close, or its process is gone, no slot of it goes back that was not committed. (A lease of the joined
+    session needs no such word: Ready and InPlace take a lease of this session's own under the same number.)
+    """
+
+    reservation: int
+
+
+class Covered(_Request, frozen=True, tag="covered"):
+    """Asks how many leading tokens are cached."""
+
+    kv: int
+    prompt: Prompt
+
+
+class Flush(_Request, frozen=True, tag="flush"):
+    """Makes the cached prefix durable."""
+
+    kv: int
+    prompt: Prompt
+
+
+class Prefetch(_Request, frozen=True, tag="prefetch"):
+    """Brings the cached prefix up."""
+
+    kv: int
+    prompt: Prompt
+
+
+class Pin(_Request, frozen=True, tag="pin"):
+    """Keeps the cached prefix for `ttl` seconds."""
+
+    kv: int
+    prompt: Prompt
+    ttl: float
+
+
+class Delete(_Request, frozen=True, tag="delete"):
+    """Removes a prompt; the reply counts its blocks that went."""
+
+    kv: int
+    prompt: Prompt
+
+
+class Clear(_Request, frozen=True, tag="clear"):
+    """Removes everything of a namespace; the reply counts the blocks that went."""
+
+    kv: int
+
+
+class Check(_Request, frozen=True, tag="check"):
+    """Audits the daemon's books."""
+
+
+class Fetch(msgspec.Struct, array_like=True, frozen=True, tag="fetch"):
+    """On the socket of descriptors (`SOCK_SEQPACKET`, one frame a packet): asks for those of the session that has this token.
+
+    A process keeps the connection for as long as anything of the memory is mapped, also beyond the end of its session: the end
+    of the connection says that nothing is read or written in place any more. It may ask again on the same connection, when a
+    reply names memory that it has not got.
+    """
+
+    token: bytes
+
+
+class Handed(msgspec.Struct, array_like=True, frozen=True, tag="handed"):
+    """The answer to `Fetch`: the names of the descriptors that come with this packet by SCM_RIGHTS, in their order.
+
+    `GENERATIONS`, and for every memory its `memory_name`, read-only and writable. A refusal is a `Failed`, with no descriptors.
+    """
+
+    names: list[str]
+
+
+def memory_name(memory: int, *, writable: bool) -> str:
+    """Return what the descriptor of memory number `memory` is called."""
+    return f"memory {memory} writable" if writable else f"memory {memory}"
+
+
+class _Reply(msgspec.Struct, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    id: int
+
+
+class Welcome(_Reply, frozen=True, tag="welcome"):
+    """`boot` names this run of the daemon; `token` lets other processes join, and fetches descriptors at `descriptors`.
+
+    The limits: `tokens`, the longest prompt; `frame`, bytes of the longest frame; `requests`, how many wait for their reply;
+    `leases` (pins too) and `reservations`; `prompts` and `prompt_bytes`, how many prompts, and how much of them in all, are kept as
+    bases.
+    """
+
+    version: int
+    boot: bytes
+    session: int
+    token: bytes
+    descriptors: str
+    limits: dict[str, int]
+
+
+class ArenaAt(msgspec.Struct, array_like=True, frozen=True):
+    """Where a tier's slots lie: memory number `memory` of the descriptors, from `offset` on.
+
+    The layout is `block-first` or `layer-first` (`tiercache.storage.layouts`). The generations of its slots, 32-bit, begin at byte
+    `generations` of the descriptor called so.
+    """
+
+    tier: str
+    layout: str
+    memory: int
+    offset: int
+    length: int
+    slots: int
+    generations: int
+
+
+class Opened(_Reply, frozen=True, tag="opened"):
+    """The namespace's number, and the tiers that can be mapped, by position; `tiers` names all of them."""
+
+    kv: int
+    tiers: list[str]
+    arenas: list[ArenaAt]
+
+
+class Leased(_Reply, frozen=True, tag="leased"):
+    """What was found: blocks by tier. With `places` all of it is readable already."""
+
+    lease: int
+    blocks: int
+    tiers: dict[str, int]
+    lifting: bool
+    places: bytes | None
+
+
+class Places(_Reply, frozen=True, tag="places"):
+    """Where the leading readable blocks lie."""
+
+    places: bytes
+
+
+class Reserved(_Reply, frozen=True, tag="reserved"):
+    """Slots for the new blocks, after `present` blocks that are cached; `pending` of them are another writer's now.
+
+    There are fewer places than blocks where there is no room. Their checksums are 0.
+    """
+
+    reservation: int
+    present: int
+    pending: int
+    places: bytes
+
+
+class Count(_Reply, frozen=True, tag="count"):
+    """A number, of what the request asks for: blocks."""
+
+    count: int
+
+
+class Done(_Reply, frozen=True, tag="done"):
+    """It is done."""
+
+
+class Audited(_Reply, frozen=True, tag="audited"):
+    """What an audit looked at, or the faults it found."""
+
+    counts: dict[str, int]
+    faults: list[str]
+
+
+class Failed(_Reply, frozen=True, tag="failed"):
+    """An error: `kind` is the name of the class in `tiercache.errors`. `id` is 0 where the request could not be read."""
+
+    kind: str
+    message: str
+
+
+class Arrived(msgspec.Struct, array_like=True, frozen=True, tag="arrived"):
+    """Notice: layer `layer` of all of a lease's blocks is where it is read.
+
+    It comes once for every layer of a lease whose `Leased` said `lifting`, also when the promotion has ended early: what it did
+    not bring up is read where it lies.
+    """
+
+    lease: int
+    layer: int
+
+
+class Lost(msgspec.Struct, array_like=True, frozen=True, tag="lost"):
+    """Notice: a lease has ended without its reader's doing."""
+
+    lease: int
+    reason: str
+
+
+class Draining(msgspec.Struct, array_like=True, frozen=True, tag="draining"):
+    """Notice: the daemon is about to stop."""
+
+    seconds: float
+
+
+Request = (
+    Hello
+    | Open
+    | Match
+    | Ready
+    | InPlace
+    | Take
+    | Release
+    | Distrust
+    | Reserve
+    | Commit
+    | Close
+    | Use
+    | Covered
+    | Flush
+    | Prefetch
+    | Pin
+    | Delete
+    | Clear
+    | Check
+)
+Reply = Welcome | Opened | Leased | Places | Reserved | Count | Done | Audited | Failed
+Notice = Arrived | Lost | Draining
+
+
+class Place(NamedTuple):
+    """Where a block lies: tier position, slot, the slot's generation, and the checksum of what must be there."""
+
+    position: int
+    slot: int
+    generation: int
+    checksum: int
+
+
+_PLACE = np.dtype([("position", "<u4"), ("slot", "<u4"), ("generation", "<u4"), ("spare", "<u4"), ("checksum", "<u8")])
+PLACE_BYTES = _PLACE.itemsize
+
+
+def pack_places(positions: Numbers, slots: Numbers, generations: Numbers, checksums: Numbers) -> bytes:
+    """Return the places of blocks, `PLACE_BYTES` each."""
+    table = np.zeros(len(slots), _PLACE)
+    table["position"], table["slot"] = positions, slots
+    table["generation"], table["checksum"] = generations, checksums
+    return table.tobytes()
+
+
+def place_table(data: bytes) -> NDArray[np.void]:
+    """Return the places that `data` packs, in place, as an array with the fields of `Place`.
+
+    Raises ValueError as `unpack_places` does.
+    """
+    if len(data) % PLACE_BYTES:
+        raise ValueError(f"{len(data)} bytes are no number of places of {PLACE_BYTES} bytes")
+    return np.frombuffer(data, _PLACE)
+
+
+def unpack_places(data: bytes) -> list[Place]:
+    """Return the places that `data` packs. Raises ValueError for a length that is no number of places."""
+    table = place_table(data)
+    columns = (table[name].tolist() for name in ("position", "slot", "generation", "checksum"))
+    return [Place(*row) for row in zip(*columns, strict=True)]
+
+
+encoder = msgspec.msgpack.Encoder()
+requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+answers: msgspec.msgpack.Decoder[Reply | Notice] = msgspec.msgpack.Decoder(Reply | Notice)
+fetches: msgspec.msgpack.Decoder[Fetch] = msgspec.msgpack.Decoder(Fetch)
+handed: msgspec.msgpack.Decoder[Handed | Failed] = msgspec.msgpack.Decoder(Handed | Failed)

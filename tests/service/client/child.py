@@ -1,0 +1,97 @@
+"""A client in a process of its own: `python child.py ROLE ADDRESS SEED`. It says one line for each step, as JSON.
+
+`hold-…` roles go to one point of a lease's or a reservation's life, say so, and stay there until they are killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[3]))
+
+import torch
+
+from tests.service.caches import LARGE, SPACE, is_exact, prompt, tensor_of
+from tiercache.service.client import copies
+from tiercache.service.client.client import Client, connect
+
+BLOCKS = 24
+
+
+def say(**what: object) -> None:
+    """Tell the parent."""
+    print(json.dumps(what), flush=True)
+
+
+async def stay() -> None:
+    """Stay until killed."""
+    say(there=True)
+    await asyncio.Event().wait()
+
+
+def stick(name: str) -> None:
+    """Let the first copy of a kind say that it has begun, and never end."""
+    plain = getattr(copies, name)
+
+    def stuck(*args: Any) -> Any:
+        if name == "scatter":
+            plain(args[0], args[1], args[2][:1])
+        say(there=True)
+        threading.Event().wait()
+
+    setattr(copies, name, stuck)
+
+
+async def run(role: str, client: Client, seed: int) -> None:
+    """Play a role."""
+    kv = await client.open(SPACE, LARGE)
+    tokens = prompt(seed, BLOCKS)
+    data = tensor_of(tokens, spec=LARGE)
+    if role == "write":
+        say(stored=list(await kv.insert(tokens, data)))
+        return
+    if role == "read":
+        async with kv.match(tokens) as hit:
+            exact = is_exact(await hit.gather(), tokens, spec=LARGE)
+            seen, expected = hit.view(3, 2)[1], data[2, 1, 48:64]
+            in_place = seen.contiguous().view(torch.uint8).equal(expected.contiguous().view(torch.uint8))
+            say(tokens=hit.tokens, exact=exact and in_place, **asdict(client.stats()))
+        return
+    if role == "hold-writing":
+        stick("scatter")
+        await kv.insert(tokens, data)
+    if role == "hold-reading":
+        stick("gather")
+    if role in ("hold-lease", "hold-view", "hold-reading"):
+        async with kv.match(tokens) as hit:
+            if role == "hold-reading":
+                await hit.gather()
+            kept = hit.view(0, 0) if role == "hold-view" else None
+            await client.check()
+            await stay()
+            del kept
+    async with kv.reserve(tokens) as room:
+        if role != "hold-reserved":
+            for number, block in enumerate(room.blocks):
+                block.copy_(data[:, :, number * 16 : (number + 1) * 16])
+        if role == "hold-committed":
+            await room.commit(4 * 16)
+        await stay()
+
+
+async def main() -> None:
+    """Connect, and play."""
+    role, address, seed = sys.argv[1:]
+    async with connect(address, deadline=60.0) as client:
+        await run(role, client, int(seed))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,29 @@
+"""A fake daemon for tests of the client."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.service.client.fake import FakeDaemon, serving
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory whose path leaves room for a socket's name."""
+    with tempfile.TemporaryDirectory(prefix="tc") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+async def fake(short_path: Path) -> AsyncIterator[FakeDaemon]:
+    """A fake daemon that is being served."""
+    daemon = FakeDaemon(short_path)
+    try:
+        async with serving(daemon):
+            yield daemon
+    finally:
+        daemon.close()

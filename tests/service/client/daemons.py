@@ -1,0 +1,102 @@
+"""Daemons for tests of clients: in this process, or in one that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web_app
+
+from tiercache.config import Config
+from tiercache.service.daemon.daemon import Daemon
+
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[tuple[Daemon, str]]:
+    """Run a daemon on this loop; gives it and its address."""
+    with tempfile.TemporaryDirectory(prefix="tc") as place:
+        path = Path(place) / "s"
+        try:
+            async with Daemon(config, path) as daemon:
+                yield daemon, f"unix://{path}"
+        finally:
+            # A cache of aiohttp's keeps the handlers of the last applications, and with them daemons and their memory.
+            web_app._cached_build_middleware.cache_clear()
+
+
+class Process:
+    """A daemon in a process of its own, which can be killed, stopped and started again on the same socket and directory."""
+
+    def __init__(self, directory: Path, config: Config) -> None:
+        self.address = f"unix://{directory}/s"
+        self._socket = directory / "s"
+        self._file = directory / "config.toml"
+        tiers = ", ".join(f'{{tier = "{tier.tier}", capacity = {tier.bytes}}}' for tier in config.tiers)
+        self._file.write_text(
+            f"tiers = [{tiers}]\ndirectory = '{config.directory or directory / 'data'}'\nadmit_ms = {config.admit_ms}\n"
+            f"promote_ms = {config.promote_ms}\nlease_share = 1.0\ndrain_seconds = 0.0\n"
+        )
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it; it is there when a client is connected."""
+        command = [sys.executable, "-m", "tiercache.service.daemon", "--config", str(self._file), "--socket", str(self._socket)]
+        self.process = subprocess.Popen([*command, "--log-level", "error"])
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it without a word, and wait until it is gone."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+@contextmanager
+def own_process(config: Config) -> Iterator[Process]:
+    """Run a daemon in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="tc") as place:
+        daemon = Process(Path(place), config)
+        daemon.start()
+        try:
+            yield daemon
+        finally:
+            daemon.kill()
+
+
+class Child:
+    """A client in a process of its own."""
+
+    def __init__(self, role: str, address: str, seed: int) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("child.py")), role, address, str(seed)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+
+    async def says(self) -> dict[str, Any]:
+        """Return what it says next."""
+        assert self._process.stdout is not None
+        line = await asyncio.get_running_loop().run_in_executor(None, self._process.stdout.readline)
+        assert line, f"the child ended with {self._process.wait()}"
+        return dict(json.loads(line))
+
+    def kill(self) -> None:
+        """End it without a word."""
+        self._process.kill()
+        self.end()
+
+    def end(self) -> int:
+        """Wait for its end; return its exit code."""
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        return self._process.wait()

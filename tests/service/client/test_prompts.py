@@ -1,0 +1,68 @@
+"""A prompt is told once: what a daemon that follows the rules puts together is what was meant."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercache.service.client.prompts import Prompts
+from tiercache.service.wire import Prompt
+
+
+class Listener:
+    """What a daemon keeps of prompts."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, bytes] = {}
+
+    def hear(self, prompt: Prompt) -> bytes:
+        assert prompt.number not in self.known or prompt.base == prompt.number
+        head = self.known[prompt.base][: prompt.keep] if prompt.base is not None else b""
+        assert len(head) == prompt.keep
+        self.known[prompt.number] = head + prompt.tail
+        return self.known[prompt.number]
+
+
+def tokens(seed: int, count: int) -> bytes:
+    return b"".join((seed * 1_000_003 + number).to_bytes(4, "little") for number in range(count))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 300), st.integers(0, 2), st.integers(0, 200)), max_size=30),
+    st.integers(1, 4),
+    st.integers(0, 4000),
+)
+def test_what_is_heard_is_what_was_said(turns: list[tuple[int, int, int, int]], count: int, size: int) -> None:
+    """Whatever shares whatever, in any order, however little is kept."""
+    prompts, listener = Prompts(count, size), Listener()
+    for first, shared, second, more in turns:
+        key = tokens(first, shared) + tokens(second + 10, more)
+
+        assert listener.hear(prompts.say(key)) == key
+
+
+def test_a_growing_chat_sends_what_is_new() -> None:
+    """Also after a side request, and for the same prompt again nothing at all."""
+    prompts = Prompts(8, 1 << 20)
+    prompts.say(tokens(1, 10_000))
+    prompts.say(tokens(2, 500))
+
+    longer = prompts.say(tokens(1, 10_016))
+    again = prompts.say(tokens(1, 10_016))
+    shorter = prompts.say(tokens(1, 9_999))
+
+    assert (longer.keep, len(longer.tail)) == (40_000, 64)
+    assert (again.keep, again.tail, again.number) == (40_064, b"", again.base)
+    assert (shorter.keep, shorter.tail) == (39_996, b"")
+
+
+def test_what_was_forgotten_goes_whole() -> None:
+    """And under a number that was never used, so that nothing old can be taken for it."""
+    prompts = Prompts(8, 1 << 20)
+    first = prompts.say(tokens(1, 1000))
+    prompts.forget()
+
+    second = prompts.say(tokens(1, 1000))
+
+    assert (second.base, second.keep, len(second.tail)) == (None, 0, 4000)
+    assert second.number != first.number
