@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tiercache.checks import integer
-from tiercache.errors import LeaseReleased
+from tiercache.errors import InvalidInput, LeaseReleased
 from tiercache.leases import Lease, Session
 from tiercache.residency import Space
 from tiercache.service import tensors
@@ -53,6 +54,10 @@ class Hit:
     """
 
     def __init__(self, handle: Handle, key: bytes, claims: dict[Any, Claim], request: Any) -> None:
+        try:
+            hash(request)
+        except TypeError as error:
+            raise InvalidInput(f"request must be hashable, not a {type(request).__name__}", field="request") from error
         self._handle = handle
         self._key = key
         self._claims = claims
@@ -138,10 +143,10 @@ class Hit:
         return self._live().lease
 
     def take(self, tokens: int) -> int:
-        """Keep the first `tokens` tokens, rounded down to whole blocks; return how many that are."""
+        """Keep the first `tokens` tokens, rounded down to whole blocks; return how many that are. Raises InvalidInput."""
         claim = self._live()
         size = self._handle.spec.block_size
-        blocks = max(0, min(tokens, self._tokens) // size)
+        blocks = min(integer(tokens, 0, sys.maxsize, "tokens"), self._tokens) // size
         if claim.users == 1:
             self._handle.stack.cache.shorten(claim.lease, blocks)
         self._tokens = blocks * size
@@ -168,13 +173,10 @@ class Hit:
         await self.ready()
         places = self._places()
         tokens = len(places) * spec.block_size
-        if out is None:
-            out = tensors.empty(spec, tokens)
-        elif out.ndim == 5 and out.shape[2] > tokens:
-            out = out[:, :, :tokens]
-        out = tensors.require(out, spec, tokens, "out")
+        out = tensors.empty(spec, tokens) if out is None else tensors.require_out(out, spec, tokens)
         planes = tensors.planes_for_writing(out, spec)
-        good = await self._handle.stack.reader.gather(places, planes) if places else 0
+        stack = self._handle.stack
+        good = await stack.finishing.outlast(stack.reader.gather(places, planes)) if places else 0
         if good < len(places):
             self._handle.stack.distrust(self._live().lease, good)
             self._tokens = min(self._tokens, good * spec.block_size)

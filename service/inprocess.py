@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from types import TracebackType
 from typing import Self
 
 from tiercache.config import Config
-from tiercache.errors import Closed, NoShare, SpecMismatch, TierTooSmall, UnsupportedSpec
+from tiercache.errors import Closed, InvalidSpec, NoShare, SpecMismatch, TierTooSmall, UnsupportedSpec
 from tiercache.leases import Session
+from tiercache.service.finishing import Finishing
 from tiercache.service.hit import Handle
 from tiercache.service.kv import LocalKV
 from tiercache.service.stack import Seams, Stack
@@ -20,6 +22,8 @@ from tiercache.storage.memory import HostMemory, require_memory
 from tiercache.storage.ssd import SsdTier
 from tiercache.storage.workers import Lane, Workers
 from tiercache.types import Tier
+
+log = logging.getLogger(__name__)
 
 _ARENAS = {Tier.HBM: HostHbmArena, Tier.DRAM: DramArena}
 _PAGE = 4096
@@ -47,13 +51,24 @@ class TierCache:
         self._workers: Workers | None = None
         self._taken: dict[int, Geometry] = {}
         self._opening = asyncio.Lock()
+        self._finishing = Finishing("tiercache-finish")
+        self._closing: asyncio.Task[None] | None = None
 
     # --- beginning and end ------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Allocate the tiers."""
+        """Allocate the tiers. If the caller is cancelled, what the thread then still takes is given back when it has ended."""
         if self._workers is not None:
             raise Closed("this cache is open already; make another")
+        starting = asyncio.get_running_loop().create_task(self._start(), name="tiercache-start")
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(self._abandon)
+            raise
+        return self
+
+    async def _start(self) -> None:
         workers = self._seams.workers(self.config)
         try:
             await workers.run(Lane.WRITE, self._allocate)
@@ -62,25 +77,41 @@ class TierCache:
             workers.close()
             raise
         self._workers = workers
-        return self
+
+    def _abandon(self, starting: asyncio.Task[None]) -> None:
+        if not starting.cancelled() and starting.exception() is None and self._workers is not None:
+            self._workers.close()
+            self._workers = None
+            self._free()
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Write down what is not durable, and give everything back."""
         await self.close()
 
     async def close(self) -> None:
-        """Close the cache; every later call raises Closed. May be called twice."""
+        """Close the cache; every later call raises Closed. May be called twice; a caller that is cancelled does not stop it."""
         workers, self._workers = self._workers, None
-        if workers is None:
-            return
+        if workers is not None:
+            self._closing = asyncio.get_running_loop().create_task(self._close(workers), name="tiercache-close")
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+
+    async def _close(self, workers: Workers) -> None:
+        closers = self._seams.workers(self.config)  # threads of their own: those of `workers` may all hang in the disk
         try:
+            try:
+                async with asyncio.timeout(self._seams.patience):
+                    await self._finishing.wait()
+            except TimeoutError:
+                log.warning("opening hangs in the disk; closing without it")
             for kv in self._kvs:
                 kv.close()
             for stack in self._stacks.values():
                 await stack.close()
             if self._disk is not None:
-                await workers.run(Lane.READ, self._disk.close)
+                await closers.run(Lane.WRITE, self._disk.close, self._seams.patience)
         finally:
+            closers.close()
             workers.close()
             self._free()
 
@@ -102,7 +133,7 @@ class TierCache:
             memory.close()
         self._memory.clear()
         if self._disk is not None:
-            self._disk.close()
+            self._disk.close(0.0)  # a second time, if it was closed in order; what hangs in it has been waited for
             self._disk = None
 
     # --- the face ---------------------------------------------------------------------------------------------------------
@@ -115,32 +146,40 @@ class TierCache:
         this size, TierTooSmall when a tier can't hold one block, UnsupportedSpec for more than one shard.
         """
         workers = self._require_open()
+        for value, kind in ((space, Namespace), (spec, KVSpec)):
+            if not isinstance(value, kind):
+                raise InvalidSpec(f"expected a {kind.__name__}, not {type(value).__name__}", value=value)
         if space.world != 1 or shard != 0:
             raise UnsupportedSpec(
                 f"world={space.world}, shard={shard}: this version stores KV that is not split (world=1, shard=0)",
                 world=space.world,
                 shard=shard,
             )
-        async with self._opening:
-            self._require_same(space, spec)
-            stack = self._stacks.get(spec.geometry)
-            if stack is None:
-                offset, fraction = self._share(spec)
-                stores = await workers.run(Lane.WRITE, self._open_stores, spec, offset, fraction)
-                self._require_open()
-                stack = Stack(self.config, spec.geometry, spec.block_size, stores, workers, self._seams)
-                self._stacks[spec.geometry] = stack
-                self._sessions[spec.geometry] = stack.cache.begin_session()
-                stack.begin()
-            self._specs.setdefault(space, set()).add(spec)
-        if self._disk is not None:
-            await workers.run(Lane.WRITE, self._disk.remember, space, spec)
+        stack = await self._finishing.abandon(self._stack(workers, space, spec))
+        self._require_open()
         handle = Handle(
             stack, stack.cache.residency.space(space.digest(spec), 4 * spec.block_size), spec, self._sessions[spec.geometry]
         )
         kv = LocalKV(handle, limit=self.config.max_tokens, require_open=self._require_open)
         self._kvs.append(kv)
         return kv
+
+    async def _stack(self, workers: Workers, space: Namespace, spec: KVSpec) -> Stack:
+        """Return the stack for the spec's geometry, opened if it is new; the namespace is noted on the disk."""
+        async with self._opening:
+            self._require_same(space, spec)
+            stack = self._stacks.get(spec.geometry)
+            if stack is None:
+                offset, fraction = self._share(spec)
+                stores = await workers.run(Lane.WRITE, self._open_stores, spec, offset, fraction)
+                stack = Stack(self.config, spec.geometry, spec.block_size, stores, workers, self._seams)
+                self._stacks[spec.geometry] = stack
+                self._sessions[spec.geometry] = stack.cache.begin_session()
+                stack.begin()
+            self._specs.setdefault(space, set()).add(spec)
+            if self._disk is not None:
+                await workers.run(Lane.WRITE, self._disk.remember, space, spec)
+            return stack
 
     async def check(self) -> dict[str, int]:
         """Audit the books of every tier; return how many nodes, blocks and leases were looked at.

@@ -62,7 +62,8 @@ class LocalKV:
 
         Pinning the same tokens again counts from now; `ttl=0` ends it. Raises InvalidInput for a negative `ttl`.
         """
-        if not 0 <= ttl < float("inf"):
+        seconds: object = ttl
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
             raise InvalidInput(f"ttl must be a number of seconds from 0 on, not {ttl!r}", value=ttl)
         key = self._key(tokens)
         self._unpin(key)
@@ -82,7 +83,7 @@ class LocalKV:
         """
         key = self._key(tokens)
         if after is not None and not key.startswith(after.lease.key[: after.lease.blocks * self._handle.space.tree.stride]):
-            raise InvalidStart(f"the hit's {after.tokens} tokens are not how these {len(tokens)} tokens begin")
+            raise InvalidStart(f"the hit's {after.tokens} tokens are not how this prompt begins", value=after.tokens)
         return Room(self._handle, self._acquire(key, after, self._position(tier)))
 
     async def insert(self, tokens: Any, tensor: Any, *, start: int = 0, tier: Tier | None = None) -> Stored:
@@ -171,12 +172,13 @@ class LocalKV:
         want = len(key) // self._handle.space.tree.stride - lease.blocks
         if want == 0:
             return
+        deadline = stack.traffic.patience()
         if (lease.node.tag or 0) > position:
-            await stack.traffic.promote(lease).done.wait()
+            await stack.traffic.lift_to_write(lease, deadline)
         for place in range(max(position, lease.node.tag or 0), stack.memory):
             if want <= 0:
                 break
-            await stack.traffic.room_to_write(place, want)
+            await stack.traffic.room_to_write(place, want, deadline)
             want -= stack.cache.residency.slots[place].free
 
     async def _store(self, key: bytes, position: int, first: int, planes: Any) -> Stored:
@@ -187,20 +189,25 @@ class LocalKV:
         stored, reached = 0, first
         while True:
             room = await acquire()
-            reached = max(first, room.present)
-            if room.other is not None and room.present >= first:
+            if room.present < reached:
+                # What came before has left meanwhile, perhaps for what comes after it: to begin again might never end.
+                stack.cache.close(room)
+                break
+            reached = room.present
+            if room.other is not None:
                 stack.cache.close(room)
                 if await stack.traffic.wait_for(room.other, _PENDING_SECONDS):
                     continue  # the other writer is done: what it left out is ours
                 break
-            if room.present < first or not len(room.blocks):  # what came before has left meanwhile, or there is no room
+            if not len(room.blocks):  # all is there, or there is no room
                 stack.cache.close(room)
                 break
-            done = await stack.finish(self._fill(room, planes, first))
+            done = await stack.finishing.outlast(self._fill(room, planes, first))
             stored += done
             reached += done
             if done == 0 or reached == whole:
                 break
+        stored = min(stored, reached - first)  # what was deleted meanwhile was stored twice
         refused = whole - reached
         return Stored(stored * size, (whole - first - stored - refused) * size, refused * size)
 

@@ -56,20 +56,46 @@ class Traffic:
 
     # --- room -------------------------------------------------------------------------------------------------------------
 
-    async def room_to_write(self, position: int, want: int) -> None:
-        """Make room for a writer: wait for demotions for as long as an insert may, then let the least valuable go.
+    def patience(self) -> float:
+        """Return until when an insert that begins now may wait, by the clock."""
+        return self._clock.now() + self._admit
+
+    async def lift_to_write(self, lease: Lease, deadline: float) -> None:
+        """Bring up what a writer's blocks follow; return when that is over, or at the deadline: disks are not waited for."""
+        promotion = self.promote(lease)
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
+                await promotion.done.wait()
+        except TimeoutError:
+            pass
+
+    async def room_to_write(self, position: int, want: int, deadline: float) -> None:
+        """Make room for a writer: wait for demotions until the deadline, then let the least valuable go.
 
         Returns when `want` slots are free, or no more can be had.
         """
         want = min(want, self._cache.residency.slots[position].capacity)
-        await self._room(position, want, self._admit, drop=True)
+        await self._room(position, want, deadline)
+        moves, pool = self._cache.moves, self._cache.residency.slots[position]
+        deadline = self._clock.now() + _COPY_PATIENCE
+        while pool.free < want:
+            self._mover.start(moves.make_room(position, want, drop=True))
+            left = deadline - self._clock.now()
+            copied = moves.leaving[position] - moves.leaving_to_disk[position]
+            if pool.free >= want or not copied or left <= 0 or not await self._mover.change(left):
+                break
 
-    async def _room(self, position: int, want: int, seconds: float, *, drop: bool) -> None:
-        pool, moves = self._cache.residency.slots[position], self._cache.moves
-        if pool.free >= want and not self._turns[position].locked():
+    async def _room(self, position: int, want: int, deadline: float) -> None:
+        """Wait for demotions until `want` slots are free, in the order in which callers came, each until its own deadline."""
+        pool, moves, turn = self._cache.residency.slots[position], self._cache.moves, self._turns[position]
+        if pool.free >= want and not turn.locked():
             return
-        deadline = self._clock.now() + seconds
-        async with self._turns[position]:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
+                await turn.acquire()
+        except TimeoutError:
+            return  # whoever is before may wait longer, for a disk
+        try:
             while pool.free < want and not moves.refusing.intersection(range(position + 1, len(self._cache.tiers))):
                 self._mover.start(moves.make_room(position, want))
                 if pool.free >= want or not self._mover.busy:
@@ -77,14 +103,8 @@ class Traffic:
                 left = deadline - self._clock.now()
                 if left <= 0 or not await self._mover.change(left):
                     break
-            if not drop:
-                return
-            deadline = self._clock.now() + _COPY_PATIENCE
-            while pool.free < want:
-                self._mover.start(moves.make_room(position, want, drop=True))
-                left = deadline - self._clock.now()
-                if pool.free >= want or not moves.leaving[position] or left <= 0 or not await self._mover.change(left):
-                    break
+        finally:
+            turn.release()
 
     async def wait_for(self, other: Reservation, seconds: float) -> bool:
         """Wait until another writer's reservation has ended; return False when `seconds` passed first."""
@@ -175,7 +195,7 @@ class Traffic:
             want = min(allowed, sum(len(node.blocks) for node in nodes if node.tag == source))
             if want == 0:
                 return
-            await self._room(to, want, self._promote, drop=False)
+            await self._room(to, want, self._clock.now() + self._promote)
             if lease.ended():
                 return
             transfer = moves.plan_promote(lease.node, to, most=allowed, layerwise=not cache.residency.durable[source])
@@ -219,7 +239,7 @@ class Traffic:
             missing = sum(len(node.blocks) for node in path(lease.node) if node.alive and not node.copies >> position & 1)
             if missing == 0:
                 break
-            await self._room(position, min(missing, cache.residency.slots[position].capacity), self._promote, drop=False)
+            await self._room(position, min(missing, cache.residency.slots[position].capacity), self._clock.now() + self._promote)
             transfer = moves.plan_persist(lease.node, position)
             if transfer is None:
                 if self._bringing(lease, position):
