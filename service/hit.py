@@ -205,7 +205,9 @@ class Hit:
         out = tensors.empty(one, tokens)
         if places:
             await self._handle.stack.reader.layer(places, layer, tensors.planes_for_writing(out, one))
-        return tuple(out[0])
+        # Nothing verifies this copy: what was released or given up while the thread ran may hold another block's bytes.
+        self._live()
+        return tuple(out[0, :, : self._tokens])
 
     def view(self, block: int, layer: int) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer of block number `block` in place, each `[block_size, kv_heads, head_dim]`.

@@ -22,6 +22,9 @@ from tiercache.tree import path
 _COPY_PATIENCE = 5.0
 """Seconds that a writer waits for copies between memories once room has been decided on; they never wait for a disk."""
 
+_FRUITLESS = 16
+"""Rounds in a row without a slot more than before, after which draining ends."""
+
 
 class Promotion:
     """The way of a lease's blocks up. `readable` is set when all that will be in memory is there, `done` when it is over."""
@@ -129,7 +132,10 @@ class Traffic:
     async def _drain(self, position: int) -> None:
         pool, moves = self._cache.residency.slots[position], self._cache.moves
         try:
-            while pool.free < self._high[position]:
+            # What one tier copies down, another that drains may drop again: without progress it ends, and the next writer asks anew.
+            best, rounds = pool.free, 0
+            while pool.free < self._high[position] and rounds < _FRUITLESS:
+                best, rounds = (pool.free, 1) if pool.free > best else (best, rounds + 1)
                 flights = self._mover.start(moves.make_room(position, self._high[position]))
                 if not flights and not moves.leaving[position]:
                     return

@@ -62,7 +62,9 @@ class Moves:
         pool = residency.slots[position]
         work: list[Work] = []
         bottom = position + 1 == len(residency.tiers)
-        if not bottom:
+        # Spare copies of the last tier go last where they outlive the process; elsewhere they are of no use to anybody.
+        lasting = bottom and residency.durable[position]
+        if not lasting:
             self._drop_spare(position, want, drop=drop)
         stuck, dry = 0, False
         for node in residency.payers.victims(position):
@@ -86,7 +88,7 @@ class Moves:
                     residency.remove(self._tail(node, lack), Reason.DROP)
                 else:
                     stuck += 1
-        if bottom and spare:
+        if lasting and spare:
             self._drop_spare(position, want, drop=drop)
         work.extend(self.take_waste())
         return work

@@ -6,8 +6,8 @@ import pytest
 
 from tests.core.house import DRAM, HBM, SSD, House
 from tiercache.changes import Reason
+from tiercache.moves import Work
 from tiercache.transfer import Discard, Transfer
-from tiercache.types import Tier
 
 
 def transfers(house: House) -> list[Transfer]:
@@ -205,6 +205,45 @@ def test_a_tier_that_refuses_is_not_written() -> None:
     assert house.cache.stats.total(Reason.DROP) == 1
 
 
+def test_who_may_drop_waits_for_no_disk() -> None:
+    """Neither are blocks written for it, nor does what is being written count as room: the least valuable that can go goes."""
+    house = House(dram=4)
+    for token in (1, 2, 3, 4):
+        house.put([token], position=DRAM)
+    house.holding = True
+    house.start(house.cache.moves.make_room(DRAM, 1))
+    writing = list(house.held)
+    house.start(house.cache.moves.make_room(DRAM, 1, drop=True))
+
+    assert house.held == writing
+    assert house.pools[DRAM].free == house.cache.stats.total(Reason.DROP) == 1
+    assert [house.tags([token]) for token in (1, 2, 3, 4)] == [[DRAM], [], [DRAM], [DRAM]], "the oldest is being written"
+    house.settle()
+    house.check()
+    assert house.cache.moves.leaving_to_disk == [0, 0, 0]
+
+
+def test_a_dry_tier_below_is_asked_once() -> None:
+    """While its records are being discarded the last tier has nothing to give: not asked again for each of many victims."""
+    house = House(hbm=40, dram=2, ssd=2)
+    for token in range(44):
+        house.put([token])
+    house.holding = True
+    asked: list[int] = []
+    make_room = house.cache.moves.make_room
+
+    def counting(position: int, want: int, *, drop: bool = False, spare: bool = True) -> list[Work]:
+        asked.append(position)
+        return make_room(position, want, drop=drop, spare=spare)
+
+    house.cache.moves.make_room = counting  # type: ignore[method-assign]
+    house.start(house.cache.moves.make_room(HBM, 1))
+
+    assert asked == [HBM, DRAM, SSD]
+    house.settle()
+    house.check()
+
+
 @pytest.mark.parametrize("arrived", range(6))
 def test_a_failure_commits_exactly_the_blocks_before_it(arrived: int) -> None:
     """Of a demotion of three nodes: the nodes, and the part of a node, that arrived; the upper copies of all others stay."""
@@ -340,13 +379,14 @@ def test_a_promotion_of_nothing_is_none() -> None:
     assert moves.slower(house.node([2]), HBM) == []
 
 
-def test_copies_are_counted_by_source_and_destination() -> None:
-    """Only what was committed counts."""
-    house = House()
-    house.put([1, 2, 3])
-    house.persist([1, 2, 3])
-    house.demote(HBM, 8)
-    house.promote([1, 2, 3], to=DRAM)
-    house.promote([1, 2, 3])
+def test_what_has_just_been_promoted_is_not_the_next_victim() -> None:
+    """Also when its reader has left before it arrived, and others were read meanwhile."""
+    house = House(hbm=2)
+    house.put([1], "a", position=DRAM)
+    house.put([2], "b")
+    house.holding = True
+    [transfer] = house.promote([1], "a")
+    house.get([2], "b")
+    house.finish(transfer)
 
-    assert house.cache.stats.copied == {(Tier.HBM, Tier.SSD): 3, (Tier.SSD, Tier.DRAM): 3, (Tier.DRAM, Tier.HBM): 3}
+    assert [node.space for node in house.cache.residency.payers.victims(HBM)] == [house.space("b"), house.space("a")]

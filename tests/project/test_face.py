@@ -11,6 +11,7 @@ from tiercache import errors
 
 FACE = {
     # the cache and its clients
+    "Stored",
     "TierCache",
     # what a caller describes
     "KVSpec",

@@ -264,14 +264,15 @@ async def test_a_disk_fails_at_each_block(tmp_path: Path, seed: int, block: int,
         assert Books(cache, counters=False) == before
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
 @pytest.mark.parametrize("operation", ["commit", "sync"])
-async def test_a_disk_that_refuses_leaves_all_in_memory(tmp_path: Path, seed: int, operation: str) -> None:
-    """With EIO at a write nothing is durable, nothing is lost, and the flush after it succeeds."""
+async def test_a_disk_that_refuses_leaves_all_in_memory(tmp_path: Path, seed: int, operation: str, number: int) -> None:
+    """With an error at a write nothing is durable, nothing is lost, and the flush after it succeeds."""
     rig = Rig()
     tokens = prompt(seed, BLOCKS)
     async with opened_kv(config_of(tmp_path), rig) as (cache, kv):
         await store(kv, tokens)
-        rig.disk.fail(operation, OSError(errno.EIO, "injected"), times=1)
+        rig.disk.fail(operation, OSError(number, "injected"), times=1)
 
         assert await kv.flush(tokens) == 0
 

@@ -56,21 +56,25 @@ async def cancelled(call: Awaitable[Any], hold: ThreadHold) -> None:
 
 
 async def test_a_cancelled_insert_stores_nothing_of_what_its_tensor_becomes(seed: int) -> None:
-    """The caller's memory is its own again with the cancellation: what it holds then must never be served for the prompt."""
+    """The caller's memory is its own again with the cancellation, and the slots are nobody else's before the thread has ended:
+    what either holds then must never be served for another prompt."""
     rig = Rig()
-    tokens = prompt(seed, 4)
+    tokens, other = prompt(seed, 4), prompt(seed + 1, 4)
     data = tensor_of(tokens)
-    async with opened_kv(small(ssd=None), rig) as (cache, kv):
-        hold = rig.threads.hold("_scatter")
+    async with opened_kv(small(hbm=None, dram=4, ssd=None), rig) as (cache, kv):
+        hold = rig.threads.hold("_scatter", times=1)
 
         await cancelled(kv.insert(tokens, data), hold)
+        found = await read(kv, tokens)
         data.zero_()
+        await store(kv, other)
         hold.release()
         await turns()
         rig.threads.join()
         await turns()
 
-        assert await read(kv, tokens) in range(0, 4 * SIZE + 1, SIZE)
+        assert found in range(0, 4 * SIZE + 1, SIZE)
+        assert await read(kv, other) == 4 * SIZE and await read(kv, tokens) == 0
         await cache.check()
         assert leases(cache) == reservations(cache) == 0
         await store(kv, tokens)
@@ -121,6 +125,35 @@ async def test_a_cancelled_layer_leaves_no_claim(seed: int, name: str) -> None:
 
         assert leases(cache) == 0
         assert await read(kv, prompt(seed + 1, 4)) == 4 * SIZE and await read(kv, tokens) == 0
+        await cache.check()
+
+
+@pytest.mark.parametrize("kept", [None, 0, 2], ids=["released", "taken to 0", "taken to 2"])
+async def test_a_layer_whose_lease_ends_meanwhile_hands_out_nothing(seed: int, kept: int | None) -> None:
+    """The slots may hold other blocks by the time they are copied: what is no longer leased is not returned."""
+    rig = Rig()
+    tokens = prompt(seed, 4)
+    async with opened_kv(small(hbm=None, dram=4, ssd=None), rig) as (cache, kv):
+        await store(kv, tokens)
+        hold = rig.threads.hold("_layer", times=1)
+        async with kv.match(tokens) as hit:
+            reading = asyncio.ensure_future(hit.layer(1))
+            await hold.reached()
+            if kept is None:
+                await hit.release()
+            else:
+                hit.take(kept * SIZE)
+            await kv.insert(prompt(seed + 1, 4), tensor_of(prompt(seed + 1, 4)))
+            hold.release()
+
+            if kept is None:
+                with pytest.raises(LeaseReleased):
+                    await reading
+            else:
+                k, v = await reading
+                expected = tensor_of(tokens)[1, :, : kept * SIZE]
+                same = torch.equal(torch.stack((k, v)).view(torch.uint8), expected.contiguous().view(torch.uint8))
+                assert same
         await cache.check()
 
 

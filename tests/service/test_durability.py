@@ -138,7 +138,8 @@ async def test_a_damaged_record_is_a_miss(tmp_path: Path, seed: int, damage: str
         assert await read(kv, tokens) == 3 * SIZE
 
         assert await read(kv, tokens) == 3 * SIZE and await read(kv, other) == 3 * SIZE
-        assert sum(stack_of(cache).cache.stats.failures.values()) == 1
+        counted = sum(stack_of(cache).cache.stats.failures.values())
+        assert counted == 1 or (damage == "removed" and counted == 2)  # the sweep and the reader may both come upon it
         await store(kv, tokens)
         await swept(cache)
         assert await kv.flush(tokens) == 6 * SIZE
