@@ -1,65 +1,29 @@
-"""The command line: `tiercache demo`, `tiercache bench`, `tiercache version`."""
+"""The command line's first step: `tiercache`. What it can do is in `tiercache.service.commands`."""
 
 from __future__ import annotations
 
 import importlib
-import platform
+import signal
 import sys
 from io import TextIOWrapper
-from pathlib import Path
-from typing import Annotated
+from typing import NoReturn
 
-import typer
-from rich.console import Console
-
-from tiercache.service.demo.run import Options, run
-
-app = typer.Typer(
-    help="A tiered KV cache: attention KV in HBM, DRAM and SSD, given back by longest token prefix.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+INTERRUPTED = 130
 
 
-@app.command()
-def demo(
-    model: Annotated[str | None, typer.Option(help="A folder, a GGUF file or a name on the hub; default: a small one.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads that compute.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="What the samples are drawn with.")] = 0,
-    directory: Annotated[Path | None, typer.Option(help="The SSD tier's directory; it stays.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary directory of the SSD tier.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write what was found to this file.")] = None,
-) -> None:
-    """Run a small model with and without the cache, and compare.
-
-    The exit status is 0 when every text is the same and blocks moved in all directions, 1 when not, 2 when the demo can't run.
-    """
-    options = Options(model=model, threads=threads, seed=seed, directory=directory, keep=keep, json=json)
-    raise typer.Exit(run(options, Console(highlight=False, emoji=False)))
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
-def bench(context: typer.Context) -> None:
-    """Measure this machine: `bench --help` says what."""
-    # By name: bench stands above the service, as a program that uses it.
-    program = importlib.import_module("tiercache.bench.__main__")
-    raise typer.Exit(program.main(context.args))
-
-
-@app.command()
-def version() -> None:
-    """Say the version of tiercache and of what it runs on."""
-    typer.echo(f"tiercache {importlib.import_module('tiercache').__version__}, Python {platform.python_version()}")
-
-
-def main() -> None:
-    """Run the command line."""
+def main() -> NoReturn:
+    """Run the command line and end the process. Ctrl-C, whatever it meets, says one line and exits with status 130."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no arrows shows question marks
-    app()
+    try:
+        # By name and in here: imports take a second on a busy machine, and a Ctrl-C may fall into it.
+        importlib.import_module("tiercache.service.commands").app()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever presses twice means the same
+        print("interrupted", file=sys.stderr)  # noqa: T201 - rich may be what was being imported
+        sys.exit(INTERRUPTED)
+    sys.exit(0)
 
 
 if __name__ == "__main__":

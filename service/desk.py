@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiercache.errors import InvalidConfig, InvalidInput
+from tiercache.checks import seconds
+from tiercache.errors import InvalidConfig
 from tiercache.leases import Lease, Reservation, Session
 from tiercache.residency import Space
 from tiercache.service.stack import Stack
@@ -140,8 +141,7 @@ class Desk:
 
         Raises InvalidInput for a `ttl` that is no time.
         """
-        if not 0 <= ttl < float("inf"):
-            raise InvalidInput(f"ttl must be a number of seconds from 0 on, not {ttl!r}", value=ttl)
+        seconds(ttl, "ttl")
         self._unpin(key)
         if ttl == 0:
             return 0
@@ -227,12 +227,13 @@ class Desk:
         want = len(key) // self.stride - lease.blocks
         if want == 0:
             return
+        deadline = stack.traffic.patience()
         if (lease.node.tag or 0) > position:
-            await stack.traffic.promote(lease).done.wait()
+            await stack.traffic.lift_to_write(lease, deadline)
         for place in range(max(position, lease.node.tag or 0), stack.memory):
             if want <= 0:
                 break
-            await stack.traffic.room_to_write(place, want)
+            await stack.traffic.room_to_write(place, want, deadline)
             want -= stack.cache.residency.slots[place].free
 
     def _unpin(self, key: bytes) -> None:

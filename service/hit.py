@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from tiercache.checks import integer
+from tiercache.checks import hashable, integer
 from tiercache.errors import LeaseReleased
 from tiercache.leases import Lease
 from tiercache.service import tensors
@@ -26,6 +27,7 @@ class Hit:
     """
 
     def __init__(self, desk: Desk, key: bytes, request: Any) -> None:
+        hashable(request, "request")
         self._desk = desk
         self._key = key
         self._request = request
@@ -90,10 +92,10 @@ class Hit:
         return self._live().lease
 
     def take(self, tokens: int) -> int:
-        """Keep the first `tokens` tokens, rounded down to whole blocks; return how many that are."""
+        """Keep the first `tokens` tokens, rounded down to whole blocks; return how many that are. Raises InvalidInput."""
         claim = self._live()
         size = self._desk.spec.block_size
-        blocks = max(0, min(tokens, self._tokens) // size)
+        blocks = min(integer(tokens, 0, sys.maxsize, "tokens"), self._tokens) // size
         if claim.users == 1:
             self._desk.stack.cache.shorten(claim.lease, blocks)
         self._tokens = blocks * size
@@ -120,13 +122,10 @@ class Hit:
         await self.ready()
         places = self._places()
         tokens = len(places) * spec.block_size
-        if out is None:
-            out = tensors.empty(spec, tokens)
-        elif out.ndim == 5 and out.shape[2] > tokens:
-            out = out[:, :, :tokens]
-        out = tensors.require(out, spec, tokens, "out")
+        out = tensors.empty(spec, tokens) if out is None else tensors.require_out(out, spec, tokens)
         planes = tensors.planes_for_writing(out, spec)
-        good = await self._desk.stack.reader.gather(places, planes) if places else 0
+        stack = self._desk.stack
+        good = await stack.finishing.outlast(stack.reader.gather(places, planes)) if places else 0
         if good < len(places):
             self._desk.stack.distrust(self._live().lease, good)
             self._tokens = min(self._tokens, good * spec.block_size)
@@ -155,7 +154,9 @@ class Hit:
         out = tensors.empty(one, tokens)
         if places:
             await self._desk.stack.reader.layer(places, layer, tensors.planes_for_writing(out, one))
-        return tuple(out[0])
+        # Nothing verifies this copy: what was released or given up while the thread ran may hold another block's bytes.
+        self._live()
+        return tuple(out[0, :, : self._tokens])
 
     def view(self, block: int, layer: int) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer of block number `block` in place, each `[block_size, kv_heads, head_dim]`.

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import logging
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.config import Config
-from tiercache.errors import Closed, NoShare, SpecMismatch, TierTooSmall, UnsupportedSpec
+from tiercache.errors import Closed, InvalidSpec, NoShare, SpecMismatch, TierTooSmall, UnsupportedSpec
 from tiercache.leases import Session
 from tiercache.residency import Space
 from tiercache.service.desk import Desk
+from tiercache.service.finishing import Finishing
 from tiercache.service.kv import LocalKV
 from tiercache.service.stack import Seams, Stack
 from tiercache.sizes import parse_size
@@ -27,10 +28,10 @@ from tiercache.storage.ssd import SsdTier
 from tiercache.storage.workers import Lane, Workers
 from tiercache.types import Tier
 
+log = logging.getLogger(__name__)
+
 _ARENAS = {Tier.HBM: HostHbmArena, Tier.DRAM: DramArena}
 _GENERATION_BYTES = 4
-
-T = TypeVar("T")
 
 
 class TierCache:
@@ -58,40 +59,67 @@ class TierCache:
         self._workers: Workers | None = None
         self._taken: dict[int, Geometry] = {}
         self._opening = asyncio.Lock()
+        self._finishing = Finishing("tiercache-finish")
+        self._closing: asyncio.Task[None] | None = None
 
     # --- beginning and end ------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Allocate the tiers."""
+        """Allocate the tiers. If the caller is cancelled, what the thread then still takes is given back when it has ended."""
         if self._workers is not None:
             raise Closed("this cache is open already; make another")
+        starting = asyncio.get_running_loop().create_task(self._start(), name="tiercache-start")
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(self._abandon)
+            raise
+        return self
+
+    async def _start(self) -> None:
         workers = self._seams.workers(self.config)
         try:
-            await _finish(workers.run(Lane.WRITE, self._allocate))
+            await workers.run(Lane.WRITE, self._allocate)
         except BaseException:
             self._free()
             workers.close()
             raise
         self._workers = workers
-        return self
+
+    def _abandon(self, starting: asyncio.Task[None]) -> None:
+        if not starting.cancelled() and starting.exception() is None and self._workers is not None:
+            self._workers.close()
+            self._workers = None
+            self._free()
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Write down what is not durable, and give everything back."""
         await self.close()
 
     async def close(self) -> None:
-        """Close the cache; every later call raises Closed. May be called twice."""
+        """Close the cache; every later call raises Closed. May be called twice; a caller that is cancelled does not stop it."""
         workers, self._workers = self._workers, None
-        if workers is None:
-            return
+        if workers is not None:
+            self._closing = asyncio.get_running_loop().create_task(self._close(workers), name="tiercache-close")
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+
+    async def _close(self, workers: Workers) -> None:
+        closers = self._seams.workers(self.config)  # threads of their own: those of `workers` may all hang in the disk
         try:
+            try:
+                async with asyncio.timeout(self._seams.patience):
+                    await self._finishing.wait()
+            except TimeoutError:
+                log.warning("opening hangs in the disk; closing without it")
             for kv in self._kvs:
                 kv.close()
             for stack in self._stacks.values():
                 await stack.close()
             if self._disk is not None:
-                await workers.run(Lane.READ, self._disk.close)
+                await closers.run(Lane.WRITE, self._disk.close, self._seams.patience)
         finally:
+            closers.close()
             workers.close()
             self._free()
 
@@ -119,7 +147,7 @@ class TierCache:
             self._generations.close()
             self._generations = None
         if self._disk is not None:
-            self._disk.close()
+            self._disk.close(0.0)  # a second time, if it was closed in order; what hangs in it has been waited for
             self._disk = None
 
     # --- the face ---------------------------------------------------------------------------------------------------------
@@ -140,29 +168,35 @@ class TierCache:
     async def locate(self, space: Namespace, spec: KVSpec, *, shard: int = 0) -> tuple[Stack, Space]:
         """Return the stack that serves a namespace, and its place there; `open` without a face. Raises as `open` does."""
         workers = self.require_open()
+        for value, kind in ((space, Namespace), (spec, KVSpec)):
+            if not isinstance(value, kind):
+                raise InvalidSpec(f"expected a {kind.__name__}, not {type(value).__name__}", value=value)
         if space.world != 1 or shard != 0:
             raise UnsupportedSpec(
                 f"world={space.world}, shard={shard}: this version stores KV that is not split (world=1, shard=0)",
                 world=space.world,
                 shard=shard,
             )
+        stack = await self._finishing.abandon(self._stack(workers, space, spec))
+        self.require_open()
+        return stack, stack.cache.residency.space(space.digest(spec), 4 * spec.block_size)
+
+    async def _stack(self, workers: Workers, space: Namespace, spec: KVSpec) -> Stack:
+        """Return the stack for the spec's geometry, opened if it is new; the namespace is noted on the disk."""
         async with self._opening:
-            self.require_open()
             self._require_same(space, spec)
             stack = self._stacks.get(spec.geometry)
             if stack is None:
                 offset, fraction = self._share(spec)
-                stores = await _finish(workers.run(Lane.WRITE, self._open_stores, spec, offset, fraction))
-                self.require_open()
+                stores = await workers.run(Lane.WRITE, self._open_stores, spec, offset, fraction)
                 stack = Stack(self.config, spec.geometry, spec.block_size, stores, workers, self._seams, self._number_slots(stores))
                 self._stacks[spec.geometry] = stack
                 self._sessions[spec.geometry] = stack.cache.begin_session()
                 stack.begin()
             self._specs.setdefault(space, set()).add(spec)
-        if self._disk is not None:
-            await workers.run(Lane.WRITE, self._disk.remember, space, spec)
-        self.require_open()
-        return stack, stack.cache.residency.space(space.digest(spec), 4 * spec.block_size)
+            if self._disk is not None:
+                await workers.run(Lane.WRITE, self._disk.remember, space, spec)
+            return stack
 
     async def check(self) -> dict[str, int]:
         """Audit the books of every tier; return how many nodes, blocks and leases were looked at.
@@ -286,11 +320,12 @@ class TierCache:
         return self._generations.size // _GENERATION_BYTES - self._numbered
 
     def _number_slots(self, stores: list[Store]) -> dict[Tier, tuple[int, NDArray[np.uint32]]]:
-        """Return where the generations of each mapped tier's slots begin, in bytes, and themselves."""
+        """Return where the generations of each mapped tier's slots begin, in bytes, and themselves. Raises Closed."""
         found: dict[Tier, tuple[int, NDArray[np.uint32]]] = {}
         for store in stores:
             if store.tier in _ARENAS:
-                assert self._generations is not None
+                if self._generations is None:
+                    raise Closed("the cache was closed while the disk hung")
                 begin = self._numbered
                 self._numbered += store.capacity
                 whole = self._generations.array.view(np.uint32)
@@ -301,13 +336,3 @@ class TierCache:
 def _most_slots(size: int) -> int:
     """Return how many slots of a tier of `size` bytes can have a generation: all of one page and more, and some smaller ones."""
     return max(size // SLOT_ALIGNMENT, min(size // 64, 1 << 16), 1)
-
-
-async def _finish(work: Coroutine[object, object, T]) -> T:
-    """Await `work` to its end, also when the caller is cancelled meanwhile: what a thread allocates is freed after it is there."""
-    task = asyncio.get_running_loop().create_task(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

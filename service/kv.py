@@ -63,7 +63,7 @@ class LocalKV:
         """
         key = self._key(tokens)
         if after is not None and not key.startswith(after.lease.key[: after.lease.blocks * self._desk.stride]):
-            raise InvalidStart(f"the hit's {after.tokens} tokens are not how these {len(tokens)} tokens begin")
+            raise InvalidStart(f"the hit's {after.tokens} tokens are not how this prompt begins", value=after.tokens)
         return Room(self._desk, self._acquire(key, after, self._desk.position(tier)))
 
     async def insert(self, tokens: Any, tensor: Any, *, start: int = 0, tier: Tier | None = None) -> Stored:
@@ -126,20 +126,25 @@ class LocalKV:
         stored, reached = 0, first
         while True:
             room = await desk.acquire(key, None, position)
-            reached = max(first, room.present)
-            if room.other is not None and room.present >= first:
+            if room.present < reached:
+                # What came before has left meanwhile, perhaps for what comes after it: to begin again might never end.
+                desk.close(room)
+                break
+            reached = room.present
+            if room.other is not None:
                 desk.close(room)
                 if await desk.stack.traffic.wait_for(room.other, PENDING_SECONDS):
                     continue  # the other writer is done: what it left out is ours
                 break
-            if room.present < first or not len(room.blocks):  # what came before has left meanwhile, or there is no room
+            if not len(room.blocks):  # all is there, or there is no room
                 desk.close(room)
                 break
-            done = await desk.stack.finish(self._fill(room, planes, first))
+            done = await desk.stack.finishing.outlast(self._fill(room, planes, first))
             stored += done
             reached += done
             if done == 0 or reached == whole:
                 break
+        stored = min(stored, reached - first)  # what was deleted meanwhile was stored twice
         refused = whole - reached
         return Stored(stored * size, (whole - first - stored - refused) * size, refused * size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -28,6 +29,7 @@ class Room:
         self._desk = desk
         self._acquire = acquire
         self._reservation: Reservation | None = None
+        self._committing = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         """Take the slots; waits for room at most as long as an insert may."""
@@ -75,14 +77,16 @@ class Room:
         May be called again as more blocks get full. The checksum is taken here: what is written later is rot. Returns less
         than asked for when what comes before has been deleted meanwhile. Raises InvalidStart for an `upto` outside the room.
         """
-        reservation, size = self._live(), self._desk.spec.block_size
-        first = (reservation.present + reservation.committed) * size
-        integer(upto, first, self.tokens + size - 1, "upto", InvalidStart)
-        end = min(upto // size - reservation.present, len(reservation.blocks))
-        places = self._places(reservation)[reservation.committed : end]
-        sums = await self._desk.stack.reader.seal(places) if places else []
-        done = self._desk.commit(self._live(), max(end, reservation.committed), sums)
-        return (reservation.present + done) * size
+        size = self._desk.spec.block_size
+        async with self._committing:  # two at once would both take the checksums of the first one's blocks
+            reservation = self._live()
+            first = (reservation.present + reservation.committed) * size
+            integer(upto, first, self.tokens + size - 1, "upto", InvalidStart)
+            end = min(upto // size - reservation.present, len(reservation.blocks))
+            places = self._places(reservation)[reservation.committed : end]
+            sums = await self._desk.stack.reader.seal(places) if places else []
+            done = self._desk.commit(self._live(), max(end, reservation.committed), sums)
+            return (reservation.present + done) * size
 
     def _places(self, reservation: Reservation) -> list[Place]:
         return [Place(position, slot, 0) for position, slot in reservation.places]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from tiercache.leases import Lease
 from tiercache.moves import Work
 from tiercache.policy import LRU, PolicyFactory
 from tiercache.restore import Stored, restore
+from tiercache.service.finishing import Finishing
 from tiercache.service.writing import write_policy
 from tiercache.sizes import parse_size
 from tiercache.spec import Geometry
@@ -40,7 +41,6 @@ from tiercache.types import Tier
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _WRITERS = 4
 """Threads that hand writes to the store: it does one after the other, and what waits together in one transaction."""
 
@@ -136,7 +136,7 @@ class Stack:
         self.writes = write_policy(config, self.cache, self.traffic)
         self.reader = Reader(stores, workers, block_size=block_size)
         self._sweeping: asyncio.Task[None] | None = None
-        self._finishing: set[asyncio.Task[Any]] = set()
+        self.finishing = Finishing("tiercache-finish")
 
     # --- beginning and end ------------------------------------------------------------------------------------------------
 
@@ -189,13 +189,6 @@ class Stack:
         except StoreError as error:
             log.warning("comparing metadata with data stopped: %s", error)
 
-    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run what must not be cut short and return its result; a caller that is cancelled leaves, the work goes on."""
-        task = asyncio.get_running_loop().create_task(work, name="tiercache-finish")
-        self._finishing.add(task)
-        task.add_done_callback(self._finishing.discard)
-        return await asyncio.shield(task)
-
     async def close(self) -> int:
         """Write down what is not durable, for at most the configured time; return how many blocks were left out."""
         if self._sweeping is not None:
@@ -203,8 +196,7 @@ class Stack:
             await asyncio.wait([self._sweeping])
         await self.writes.close()
         await self.traffic.close()
-        if self._finishing:
-            await asyncio.wait(list(self._finishing))
+        await self.finishing.wait()
         for session in list(self.cache.sessions):
             self.cache.end_session(session)
         self.mover.start(self.cache.moves.take_waste())
@@ -219,9 +211,10 @@ class Stack:
         self.mover.close()
         if self._disk is not None and not self.mover.busy:
             try:
-                await self._workers.run(Lane.WRITE, self._leave_order, self._disk)
-            except StoreError as error:
-                log.warning("the order of use was not written down: %s", error)
+                async with asyncio.timeout(self._patience):
+                    await self._workers.run(Lane.WRITE, self._leave_order, self._disk)
+            except (StoreError, TimeoutError) as error:
+                log.warning("the order of use was not written down: %s", str(error))
         for store in self.stores:
             if store is not self._disk:
                 store.close()

@@ -27,14 +27,41 @@ def require(tensor: Any, spec: KVSpec, tokens: int, name: str) -> torch.Tensor:
 
     A numpy array of the right type is taken, too. Raises InvalidTensor, naming what was found and expected.
     """
+    if isinstance(tensor, np.ndarray) and (not tensor.flags.writeable or min(tensor.strides, default=0) < 0):
+        tensor = tensor.copy()  # torch has neither
+    return _checked(_as_torch(tensor, name), spec, tokens, name)
+
+
+def require_out(out: Any, spec: KVSpec, tokens: int) -> torch.Tensor:
+    """Return the leading part of `out` that the KV of `tokens` tokens fills; `out` itself may have room for more tokens.
+
+    Raises InvalidTensor, as `require` does, and for a read-only array.
+    """
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise InvalidTensor("out is read-only")
+    tensor = _as_torch(out, "out")
+    if tensor.ndim == 5 and tensor.shape[2] > tokens:
+        tensor = tensor[:, :, :tokens]
+    return _checked(tensor, spec, tokens, "out")
+
+
+def _as_torch(tensor: Any, name: str) -> torch.Tensor:
     lib = _torch()
     if isinstance(tensor, np.ndarray):
         try:
             tensor = lib.from_numpy(tensor)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise InvalidTensor(f"{name}: {error}", found=str(tensor.dtype)) from error
     if not isinstance(tensor, lib.Tensor):
         raise InvalidTensor(f"{name} must be a tensor, not {type(tensor).__name__}", found=type(tensor).__name__)
+    if tensor.layout is not lib.strided:
+        raise InvalidTensor(
+            f"{name} is {tensor.layout}; expected torch.strided", found=str(tensor.layout), expected="torch.strided"
+        )
+    return tensor.detach()  # type: ignore[no-any-return]
+
+
+def _checked(tensor: torch.Tensor, spec: KVSpec, tokens: int, name: str) -> torch.Tensor:
     shape = spec.shape(tokens)
     if tuple(tensor.shape) != shape:
         raise InvalidTensor(
@@ -42,11 +69,11 @@ def require(tensor: Any, spec: KVSpec, tokens: int, name: str) -> torch.Tensor:
             found=tuple(tensor.shape),
             expected=shape,
         )
-    if tensor.dtype is not getattr(lib, spec.dtype):
+    if tensor.dtype is not getattr(_torch(), spec.dtype):
         raise InvalidTensor(f"{name} is {tensor.dtype}; expected torch.{spec.dtype}", found=str(tensor.dtype), expected=spec.dtype)
     if tensor.device.type != "cpu":
         raise InvalidTensor(f"{name} is on {tensor.device}; expected cpu", found=str(tensor.device), expected="cpu")
-    return tensor.detach()  # type: ignore[no-any-return]
+    return tensor
 
 
 def empty(spec: KVSpec, tokens: int) -> torch.Tensor:
@@ -63,8 +90,8 @@ def planes_for_reading(tensor: torch.Tensor, spec: KVSpec) -> Bytes:
 def planes_for_writing(tensor: torch.Tensor, spec: KVSpec) -> Bytes:
     """Return the tensor's bytes in place as `[planes, tokens * token_bytes]`.
 
-    Tokens of a plane must be contiguous and planes evenly spaced (a slice of a longer tensor along tokens is). Raises
-    InvalidTensor, naming the strides, where they are not.
+    Tokens of a plane must be contiguous and planes evenly spaced (a slice of a longer tensor along tokens is), each with memory
+    of its own. Raises InvalidTensor, naming the strides, where they are not.
     """
     if not _is_regular(tensor):
         raise InvalidTensor(f"out has strides {tensor.stride()}; each layer's tokens must be contiguous", found=tensor.stride())
@@ -82,7 +109,8 @@ def _is_regular(tensor: torch.Tensor) -> bool:
     layer, part, token, head, item = tensor.stride()
     _, parts, tokens, heads, dim = tensor.shape
     inside = (item == 1 or dim == 1) and (head == dim or heads == 1) and (token == heads * dim or tokens == 1)
-    return inside and (layer == parts * part or tensor.shape[0] == 1 or parts == 1)
+    apart = (part if parts > 1 else layer) >= tokens * heads * dim or tensor.shape[0] * parts == 1
+    return inside and apart and (layer == parts * part or tensor.shape[0] == 1 or parts == 1)
 
 
 def _planes(tensor: torch.Tensor, spec: KVSpec) -> Bytes:

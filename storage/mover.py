@@ -165,7 +165,8 @@ class Mover:
         position = work.to if isinstance(work, Transfer) else work.position
         if isinstance(error, Untrusted) or not self._moves.residency.durable[position]:
             return
-        log.warning("%s refuses blocks: %s", self._moves.residency.tiers[position], error)
+        # Its text, not the error: a handler that keeps records would keep the memory of the blocks in its traceback.
+        log.warning("%s refuses blocks: %s", self._moves.residency.tiers[position], str(error))
         if self._closing:
             return
         self._moves.refusing.add(position)

@@ -22,6 +22,9 @@ from tiercache.tree import path
 _COPY_PATIENCE = 5.0
 """Seconds that a writer waits for copies between memories once room has been decided on; they never wait for a disk."""
 
+_FRUITLESS = 16
+"""Rounds in a row without a slot more than before, after which draining ends."""
+
 
 class Promotion:
     """The way of a lease's blocks up. `readable` is set when all that will be in memory is there, `done` when it is over."""
@@ -56,20 +59,46 @@ class Traffic:
 
     # --- room -------------------------------------------------------------------------------------------------------------
 
-    async def room_to_write(self, position: int, want: int) -> None:
-        """Make room for a writer: wait for demotions for as long as an insert may, then let the least valuable go.
+    def patience(self) -> float:
+        """Return until when an insert that begins now may wait, by the clock."""
+        return self._clock.now() + self._admit
+
+    async def lift_to_write(self, lease: Lease, deadline: float) -> None:
+        """Bring up what a writer's blocks follow; return when that is over, or at the deadline: disks are not waited for."""
+        promotion = self.promote(lease)
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
+                await promotion.done.wait()
+        except TimeoutError:
+            pass
+
+    async def room_to_write(self, position: int, want: int, deadline: float) -> None:
+        """Make room for a writer: wait for demotions until the deadline, then let the least valuable go.
 
         Returns when `want` slots are free, or no more can be had.
         """
         want = min(want, self._cache.residency.slots[position].capacity)
-        await self._room(position, want, self._admit, drop=True)
+        await self._room(position, want, deadline)
+        moves, pool = self._cache.moves, self._cache.residency.slots[position]
+        deadline = self._clock.now() + _COPY_PATIENCE
+        while pool.free < want:
+            self._mover.start(moves.make_room(position, want, drop=True))
+            left = deadline - self._clock.now()
+            copied = moves.leaving[position] - moves.leaving_to_disk[position]
+            if pool.free >= want or not copied or left <= 0 or not await self._mover.change(left):
+                break
 
-    async def _room(self, position: int, want: int, seconds: float, *, drop: bool) -> None:
-        pool, moves = self._cache.residency.slots[position], self._cache.moves
-        if pool.free >= want and not self._turns[position].locked():
+    async def _room(self, position: int, want: int, deadline: float) -> None:
+        """Wait for demotions until `want` slots are free, in the order in which callers came, each until its own deadline."""
+        pool, moves, turn = self._cache.residency.slots[position], self._cache.moves, self._turns[position]
+        if pool.free >= want and not turn.locked():
             return
-        deadline = self._clock.now() + seconds
-        async with self._turns[position]:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
+                await turn.acquire()
+        except TimeoutError:
+            return  # whoever is before may wait longer, for a disk
+        try:
             while pool.free < want and not moves.refusing.intersection(range(position + 1, len(self._cache.tiers))):
                 self._mover.start(moves.make_room(position, want))
                 if pool.free >= want or not self._mover.busy:
@@ -77,14 +106,8 @@ class Traffic:
                 left = deadline - self._clock.now()
                 if left <= 0 or not await self._mover.change(left):
                     break
-            if not drop:
-                return
-            deadline = self._clock.now() + _COPY_PATIENCE
-            while pool.free < want:
-                self._mover.start(moves.make_room(position, want, drop=True))
-                left = deadline - self._clock.now()
-                if pool.free >= want or not moves.leaving[position] or left <= 0 or not await self._mover.change(left):
-                    break
+        finally:
+            turn.release()
 
     async def wait_for(self, other: Reservation, seconds: float) -> bool:
         """Wait until another writer's reservation has ended; return False when `seconds` passed first."""
@@ -109,7 +132,10 @@ class Traffic:
     async def _drain(self, position: int) -> None:
         pool, moves = self._cache.residency.slots[position], self._cache.moves
         try:
-            while pool.free < self._high[position]:
+            # What one tier copies down, another that drains may drop again: without progress it ends; the next writer asks anew.
+            best, rounds = pool.free, 0
+            while pool.free < self._high[position] and rounds < _FRUITLESS:
+                best, rounds = (pool.free, 1) if pool.free > best else (best, rounds + 1)
                 flights = self._mover.start(moves.make_room(position, self._high[position]))
                 if not flights and not moves.leaving[position]:
                     return
@@ -175,7 +201,7 @@ class Traffic:
             want = min(allowed, sum(len(node.blocks) for node in nodes if node.tag == source))
             if want == 0:
                 return
-            await self._room(to, want, self._promote, drop=False)
+            await self._room(to, want, self._clock.now() + self._promote)
             if lease.ended():
                 return
             transfer = moves.plan_promote(lease.node, to, most=allowed, layerwise=not cache.residency.durable[source])
@@ -219,7 +245,7 @@ class Traffic:
             missing = sum(len(node.blocks) for node in path(lease.node) if node.alive and not node.copies >> position & 1)
             if missing == 0:
                 break
-            await self._room(position, min(missing, cache.residency.slots[position].capacity), self._promote, drop=False)
+            await self._room(position, min(missing, cache.residency.slots[position].capacity), self._clock.now() + self._promote)
             transfer = moves.plan_persist(lease.node, position)
             if transfer is None:
                 if self._bringing(lease, position):

@@ -144,9 +144,10 @@ class Copies:
         number: int | None = None,
         after: bool = False,
         times: int = 1,
+        where: Callable[[Step], bool] | None = None,
     ) -> None:
         """Let the next `times` matching steps raise `error`."""
-        self._failures.append(_Failure(_matcher(kind, to, number, after, None), error, times))
+        self._failures.append(_Failure(_matcher(kind, to, number, after, where), error, times))
 
     def release(self) -> None:
         """End all holds and failures."""
@@ -238,16 +239,16 @@ class HeldCopier:
 class ThreadHold:
     """Where calls stand in their own thread, whoever waits for them, until they are let through. Made on the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: int = 1 << 30) -> None:
         self._loop = asyncio.get_running_loop()
         self._reached = asyncio.Event()
         self._go = threading.Event()
-        self.count = 0
+        self._left = times
 
     def stand(self) -> None:
         """Wait in the calling thread."""
-        self.count += 1
-        if not self._go.is_set():
+        self._left -= 1
+        if self._left >= 0 and not self._go.is_set():
             self._loop.call_soon_threadsafe(self._reached.set)
             self._go.wait()
 
@@ -274,9 +275,9 @@ class Threads:
         counts = {Lane.COPY: config.copy_threads, Lane.READ: config.read_threads, Lane.WRITE: 4}
         return HeldWorkers(ThreadWorkers(counts), self)
 
-    def hold(self, name: str) -> ThreadHold:
-        """Hold the calls of functions with that name."""
-        hold = self._holds[name] = ThreadHold()
+    def hold(self, name: str, times: int = 1 << 30) -> ThreadHold:
+        """Hold the next `times` calls of functions with that name."""
+        hold = self._holds[name] = ThreadHold(times)
         return hold
 
     def run(self, call: Callable[..., T], args: tuple[Any, ...]) -> T:

@@ -164,10 +164,13 @@ class Cache:
         """
         stride = space.tree.stride
         at = after.blocks * stride if after is not None else 0
-        node, part, more = space.tree.walk(key, after=after.node if after is not None else None, at=at)
-        if part < len(node.blocks):
-            node = self.residency.split(node, part)
-        at += more * stride
+        if after is None or after.node.alive:
+            node, part, more = space.tree.walk(key, after=after.node if after is not None else None, at=at)
+            if part < len(node.blocks):
+                node = self.residency.split(node, part)
+            at += more * stride
+        else:  # it left the tree, and what followed it is gone: the lease keeps its own path and no more
+            node = after.node
         lease = self._lease(session, space, node, key, at // stride, charged=False)
         rest = key[at : len(key) - len(key) % stride]
         reservation = Reservation(lease=lease, key=rest, blocks=self.residency.table.allocate(0), places=[], present=at // stride)

@@ -39,6 +39,8 @@ class Moves:
         """Planned and not yet complete, by number."""
         self.leaving = [0] * len(residency.tiers)
         """Slots of each tier that moves in flight will free when they succeed."""
+        self.leaving_to_disk = [0] * len(residency.tiers)
+        """Of these, the slots whose blocks are being written to a durable tier."""
         self.refusing: set[int] = set()
         """Positions of tiers whose store fails: nothing is planned into them."""
         self._parting: list[Counter[Node]] = [Counter() for _ in residency.tiers]
@@ -53,17 +55,20 @@ class Moves:
 
         What can be freed at once is free when the call returns; the rest when the returned moves have completed. An empty
         list with fewer than `want` free slots, and nothing in flight, means that no more room can be had: everything else is
-        in use. With `drop`, a victim that the tier below can't take now is evicted and counted.
+        in use. With `drop`, a victim that the tier below can't take now is evicted and counted. A durable tier can't: who asks
+        for this has waited long enough, and is not to wait for a disk, nor for what is on its way there.
         """
         residency = self.residency
         pool = residency.slots[position]
         work: list[Work] = []
         bottom = position + 1 == len(residency.tiers)
-        if not bottom:
-            self._drop_spare(position, want)
-        stuck = 0
+        # Spare copies of the last tier go last where they outlive the process; elsewhere they are of no use to anybody.
+        lasting = bottom and residency.durable[position]
+        if not lasting:
+            self._drop_spare(position, want, drop=drop)
+        stuck, dry = 0, False
         for node in residency.payers.victims(position):
-            lack = want - pool.free - self.leaving[position]
+            lack = want - pool.free - self._soon_free(position, drop=drop)
             if lack <= 0 or stuck == _TRIES:
                 break
             if not residency.is_free_to_lose(node, position):
@@ -73,10 +78,18 @@ class Moves:
             if bottom:
                 residency.remove(self._tail(node, lack), Reason.EVICT)
                 self._collect_waste(position, work)
-            elif not self._push_down(node, position, lack, work, drop=drop):
-                stuck += 1
-        if bottom and spare:
-            self._drop_spare(position, want)
+            elif residency.has_place_below(node, position):
+                residency.lose(self._tail(node, lack), position, Reason.DEMOTE)
+            elif dry or not self._plan_down(node, position, position + 1, lack, work, drop=drop):
+                # Once the tier below has nothing to give, nobody is to ask it again for each of many victims.
+                dry = dry or not residency.slots[position + 1].free
+                # What makes room below may have taken the node itself.
+                if drop and node.children is None and residency.is_free_to_lose(node, position):
+                    residency.remove(self._tail(node, lack), Reason.DROP)
+                else:
+                    stuck += 1
+        if lasting and spare:
+            self._drop_spare(position, want, drop=drop)
         work.extend(self.take_waste())
         return work
 
@@ -86,11 +99,15 @@ class Moves:
             return False
         return self._parting[position].get(node, 0) >= self.residency.kids(node, position) > 0
 
-    def _drop_spare(self, position: int, want: int) -> None:
+    def _soon_free(self, position: int, *, drop: bool) -> int:
+        """Return how many slots moves in flight will free; who may drop doesn't count on a disk."""
+        return self.leaving[position] - (self.leaving_to_disk[position] if drop else 0)
+
+    def _drop_spare(self, position: int, want: int, *, drop: bool) -> None:
         residency, pool = self.residency, self.residency.slots[position]
         spare = residency.spare[position]
         passed: list[Node] = []
-        while spare and (lack := want - pool.free - self.leaving[position] - len(residency.waste[position])) > 0:
+        while spare and (lack := want - pool.free - self._soon_free(position, drop=drop) - len(residency.waste[position])) > 0:
             node, _ = spare.popitem(last=False)
             if not residency.is_free_to_lose(node, position):
                 passed.append(node)
@@ -101,24 +118,11 @@ class Moves:
         for node in passed:
             spare[node] = None
 
-    def _push_down(self, node: Node, position: int, lack: int, work: list[Work], *, drop: bool) -> bool:
-        """Free up to `lack` slots of the tier from the tail of `node`, or plan to; return whether that went forward."""
-        residency = self.residency
-        if residency.has_place_below(node, position):
-            residency.lose(self._tail(node, lack), position, Reason.DEMOTE)
-            return True
-        below = position + 1
-        if below not in self.refusing and self._plan_down(node, position, below, lack, work, drop=drop):
-            return True
-        # What makes room below may have taken the node itself.
-        if not drop or node.children is not None or not residency.is_free_to_lose(node, position):
-            return False
-        residency.remove(self._tail(node, lack), Reason.DROP)
-        return True
-
     def _plan_down(self, node: Node, position: int, below: int, lack: int, work: list[Work], *, drop: bool) -> bool:
         """Plan to move up to `lack` blocks, `node`'s and those above it, into the tier below; return whether any were planned."""
         residency, pool = self.residency, self.residency.slots[below]
+        if below in self.refusing or (drop and residency.durable[below]):
+            return False
         if not residency.durable[below]:
             need = min(lack, sum(len(other.blocks) for other in self._run(node, position, below, lack)))
             if pool.free < need:
@@ -310,6 +314,7 @@ class Moves:
         self.flying[transfer.number] = transfer
         if drop_from is not None:
             self.leaving[drop_from] += drop_count
+            self.leaving_to_disk[drop_from] += drop_count if residency.durable[to] else 0
             transfer.parting = self._above(nodes, drop_count)
             self._parting[drop_from][transfer.parting] += 1
         return transfer
@@ -337,6 +342,7 @@ class Moves:
         del self.flying[transfer.number]
         if transfer.drop_from is not None:
             self.leaving[transfer.drop_from] -= transfer.drop_count
+            self.leaving_to_disk[transfer.drop_from] -= transfer.drop_count if residency.durable[to] else 0
             assert transfer.parting is not None
             parting = self._parting[transfer.drop_from]
             parting[transfer.parting] -= 1
@@ -374,9 +380,9 @@ class Moves:
             residency.remove(failed[0], Reason.UNTRUSTED)
         return self.take_waste()
 
-    def _parent_is_there(self, node: Node, to: int, done: Iterable[Node]) -> bool:
+    def _parent_is_there(self, node: Node, to: int, done: Sequence[Node]) -> bool:
         parent = node.parent
-        if parent is None or parent.parent is None or parent in done:
+        if parent is None or parent.parent is None or (done and parent is done[-1]):
             return True
         if self.residency.durable[to]:
             return bool(parent.copies >> to & 1)

@@ -153,25 +153,38 @@ class Payers:
             heapq.heappush(self._heaps[position], (policy.oldest(position) or 0, number, policy))
 
     def victims(self, position: int) -> Iterator[Node]:
-        """Yield candidates over all namespaces, the least recently used first."""
+        """Yield candidates over all namespaces, the least recently used first.
+
+        Each namespace's next candidate is asked for when the one before has been dealt with, and stands in line by its own
+        stamp: what a caller leaves in place (it moves, and goes when it has moved) doesn't make its namespace pay twice.
+        """
         heap, listed = self._heaps[position], self._listed[position]
-        started: dict[int, Iterator[Node]] = {}
-        parked: list[tuple[int, int, Policy]] = []
+        begun: list[tuple[int, int, Policy]] = []
+        line: list[tuple[int, int, Node, Iterator[Node]]] = []
         try:
-            while heap:
-                stamp, number, policy = heap[0]
-                now = policy.oldest(position)
-                if now is None:
-                    heapq.heappop(heap)
-                    listed.discard(number)
-                elif now > stamp:
-                    heapq.heapreplace(heap, (now, number, policy))
-                else:
-                    node = next(started.setdefault(number, policy.victims(position)), None)
-                    if node is None:
-                        parked.append(heapq.heappop(heap))
+            while heap or line:
+                if heap and (not line or heap[0][0] <= line[0][0]):
+                    stamp, number, policy = heap[0]
+                    now = policy.oldest(position)
+                    if now is None:
+                        heapq.heappop(heap)
+                        listed.discard(number)
+                    elif now > stamp:
+                        heapq.heapreplace(heap, (now, number, policy))
                     else:
+                        begun.append(heapq.heappop(heap))
+                        _queue(line, number, policy.victims(position))
+                else:
+                    _, number, node, candidates = heapq.heappop(line)
+                    if node.alive and node.tag == position and not node.holds:  # it waited in line meanwhile
                         yield node
+                    _queue(line, number, candidates)
         finally:
-            for entry in parked:
+            for entry in begun:
                 heapq.heappush(heap, entry)
+
+
+def _queue(line: list[tuple[int, int, Node, Iterator[Node]]], number: int, candidates: Iterator[Node]) -> None:
+    node = next(candidates, None)
+    if node is not None:
+        heapq.heappush(line, (node.used, number, node, candidates))

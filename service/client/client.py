@@ -6,11 +6,10 @@ import asyncio
 import os
 import random
 import weakref
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from tiercache.errors import (
     AuditFailed,
@@ -91,7 +90,6 @@ class Client:
         self._limit = _ANY_LIMIT
         self._connected = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
-        self._finishing: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     # --- beginning and end ------------------------------------------------------------------------------------------------
@@ -130,8 +128,7 @@ class Client:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
-        if self._finishing:
-            await asyncio.wait(list(self._finishing))
+        await self._house.finishing.wait()
         if self._connection is not None:
             await self._connection.close()
             self._connection = None
@@ -174,6 +171,9 @@ class Client:
         call of the namespace is a miss until it does.
         """
         self.require_open()
+        for value, kind in ((space, Namespace), (spec, KVSpec)):
+            if not isinstance(value, kind):
+                raise InvalidSpec(f"expected a {kind.__name__}, not {type(value).__name__}", value=value)
         if space.world != 1 or shard != 0:
             raise UnsupportedSpec(
                 f"world={space.world}, shard={shard}: this version stores KV that is not split (world=1, shard=0)",
@@ -262,13 +262,6 @@ class Client:
         """In a forked child: hold the parent's connections no more, so that their end is seen when the parent ends."""
         if self._connection is not None:
             self._connection.let_go()
-
-    def finish(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Run what must not be cut short: closing the client waits for it."""
-        task = asyncio.get_running_loop().create_task(work, name="tiercache-finish")
-        self._finishing.add(task)
-        task.add_done_callback(self._finishing.discard)
-        return task
 
 
 def _let_go(client: weakref.ref[Client]) -> None:

@@ -6,9 +6,9 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from tiercache.errors import Closed
 from tiercache.service import wire
@@ -16,6 +16,7 @@ from tiercache.service.client import copies
 from tiercache.service.client.connection import Connection
 from tiercache.service.client.counts import Counts, Miss
 from tiercache.service.client.mapping import Arena
+from tiercache.service.finishing import Finishing
 from tiercache.spec import KVSpec
 from tiercache.storage.workers import Workers
 from tiercache.types import Tier
@@ -41,6 +42,8 @@ class House:
     counts: Counts
     workers: Workers
     threads: int
+    finishing: Finishing = field(default_factory=lambda: Finishing("tiercache-finish"))
+    """What must not be cut short: closing the client waits for it."""
     pid: int = field(default_factory=os.getpid)
 
     def require_own(self) -> None:
@@ -73,10 +76,6 @@ class Sessions(Protocol):
 
     def connection(self) -> Connection | Miss:
         """Return the present session, or a counted miss."""
-        ...
-
-    def finish(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Run what must not be cut short: closing the client waits for it."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -116,10 +117,10 @@ class RemoteHit:
         return self._claim is not None and self._claim.in_place
 
     def take(self, tokens: int) -> int:
-        """Keep the first `tokens` tokens, rounded down to whole blocks; return how many that are."""
+        """Keep the first `tokens` tokens, rounded down to whole blocks; return how many that are. Raises InvalidInput."""
         claim = self._live()
         size = self._spec.block_size
-        self._blocks = max(0, min(tokens // size, self._blocks))
+        self._blocks = min(integer(tokens, 0, sys.maxsize, "tokens") // size, self._blocks)
         if claim.sharing.users == 1:
             claim.shorten(self._blocks)
         return self._blocks * size
@@ -149,14 +150,11 @@ class RemoteHit:
         claim = self._held()
         places = self._places(claim) if claim.gone is None else ()
         tokens = len(places) * spec.block_size
-        if out is None:
-            out = tensors.empty(spec, tokens)
-        elif out.ndim == 5 and out.shape[2] > tokens:
-            out = out[:, :, :tokens]
-        out = tensors.require(out, spec, tokens, "out")
+        out = tensors.empty(spec, tokens) if out is None else tensors.require_out(out, spec, tokens)
+        planes = tensors.planes_for_writing(out, spec)
         good = 0
         if places:
-            good, reason = await self._shared(claim, places, tensors.planes_for_writing(out, spec))
+            good, reason = await self._house.finishing.outlast(self._shared(claim, places, planes))
             self._house.counts.read += good * spec.block_bytes
             if reason is not None:
                 self._cut(claim, good, reason)
@@ -191,7 +189,9 @@ class RemoteHit:
             if not there:
                 raise self._lost(claim)
             self._house.counts.read += into.nbytes
-        return tuple(out[0])
+        # Nothing verifies this copy: what was released or given up while the thread ran may hold another block's bytes.
+        self._live()
+        return tuple(out[0, :, : self._blocks * spec.block_size])
 
     def view(self, block: int, layer: int) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer of block number `block` in place, each `[block_size, kv_heads, head_dim]`.

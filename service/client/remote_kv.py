@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tiercache.checks import integer
-from tiercache.errors import InvalidConfig, InvalidInput, InvalidStart, TierCacheError
+from tiercache.checks import hashable, integer, seconds
+from tiercache.errors import InvalidConfig, InvalidStart, TierCacheError
 from tiercache.kernels.host import Bytes
 from tiercache.keys import pack_tokens
 from tiercache.service import tensors, wire
@@ -65,6 +65,7 @@ class RemoteKV:
         again. A runner that needs the last token's logits matches `tokens[:-1]`. Raises InvalidTokens.
         """
         key = self._key(tokens)
+        hashable(request, "request")
 
         async def make() -> Claim:
             self._sessions.require_open()
@@ -82,9 +83,7 @@ class RemoteKV:
         Pinning the same tokens again counts from now; `ttl=0` ends it, and so does the end of the session. Raises InvalidInput
         for a negative `ttl`.
         """
-        if not 0 <= ttl < float("inf"):
-            raise InvalidInput(f"ttl must be a number of seconds from 0 on, not {ttl!r}", value=ttl)
-        return await self._count(wire.Pin, self._key(tokens), ttl=float(ttl))
+        return await self._count(wire.Pin, self._key(tokens), ttl=seconds(ttl, "ttl"))
 
     # --- writing ------------------------------------------------------------------------------------------------------------
 
@@ -97,7 +96,7 @@ class RemoteKV:
         key = self._key(tokens)
         claim = after.claim if after is not None else None
         if after is not None and claim is not None and not key.startswith(claim.key[: after.blocks * self._stride]):
-            raise InvalidStart(f"the hit's {after.tokens} tokens are not how these {len(tokens)} tokens begin")
+            raise InvalidStart(f"the hit's {after.tokens} tokens are not how this prompt begins", value=after.tokens)
         self._require_tier(tier)
 
         async def acquire() -> Reserved:
@@ -275,7 +274,7 @@ class RemoteKV:
             named.sharing.users += 1
         else:
             sharing = Sharing()
-            named = _Named(key, sharing, self._sessions.finish(self._match(key, sharing)))
+            named = _Named(key, sharing, self._house.finishing.start(self._match(key, sharing)))
             self._named = {name: other for name, other in self._named.items() if other.sharing.users}
             self._named[request] = named
         try:
@@ -317,17 +316,20 @@ class RemoteKV:
         stored, reached = 0, first
         while whole:
             room = await self._reserve(key, tier, wait=True)
-            if room.present < first or not room.places:
+            if room.present < reached or not room.places:
+                # Everything is there, there is no more room, or what came before has left meanwhile, perhaps for what comes after
+                # it: to begin again might never end.
                 room.close()
                 self._require_start(room, first, stored)
                 reached = max(reached, room.present)
-                break  # everything is there, there is no more room, or what came before has left meanwhile
-            reached = max(first, room.present)
+                break
+            reached = room.present
             done = await self._fill(room, planes, first)
             stored += done
             reached += done
             if done == 0 or reached >= whole:
                 break
+        stored = min(stored, reached - first)  # what was deleted meanwhile was stored twice
         refused = whole - reached
         return Stored(stored * size, (whole - first - stored - refused) * size, refused * size)
 
@@ -344,7 +346,7 @@ class RemoteKV:
 
     async def _fill(self, room: Reserved, planes: Bytes, first: int) -> int:
         """Copy into reserved slots and commit; return how many blocks were stored."""
-        copying = self._sessions.finish(self._house.workers.run(Lane.COPY, _scatter, room, planes, first))
+        copying = self._house.finishing.start(self._house.workers.run(Lane.COPY, _scatter, room, planes, first))
         try:
             sums = await asyncio.shield(copying)
         except OSError as error:

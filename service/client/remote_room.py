@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -95,6 +96,7 @@ class RemoteRoom:
         self._acquire = acquire
         self._entered = False
         self._reserved: Reserved | None = None
+        self._committing = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         """Take the slots; waits for room at most as long as an insert may."""
@@ -156,15 +158,17 @@ class RemoteRoom:
         than asked for when what comes before has been deleted meanwhile, and 0 when the daemon does not answer. Raises
         InvalidStart for an `upto` outside the room.
         """
-        reserved, size = self._live(), self._spec.block_size
-        first = (reserved.present + reserved.committed) * size
-        integer(upto, first, self.tokens + size - 1, "upto", InvalidStart)
-        end = min(upto // size - reserved.present, len(reserved.places))
-        sums: list[int] = []
-        if end > reserved.committed:
-            slots = reserved.mapped()[reserved.committed : end]
-            sums = await self._house.workers.run(Lane.COPY, copies.seal, slots)
-        reserved = self._live()
-        if sums and not await reserved.commit(end, sums):
-            return 0
-        return (reserved.present + reserved.committed) * size
+        size = self._spec.block_size
+        async with self._committing:  # two at once would both take the checksums of the first one's blocks
+            reserved = self._live()
+            first = (reserved.present + reserved.committed) * size
+            integer(upto, first, self.tokens + size - 1, "upto", InvalidStart)
+            end = min(upto // size - reserved.present, len(reserved.places))
+            sums: list[int] = []
+            if end > reserved.committed:
+                slots = reserved.mapped()[reserved.committed : end]
+                sums = await self._house.workers.run(Lane.COPY, copies.seal, slots)
+            reserved = self._live()
+            if sums and not await reserved.commit(end, sums):
+                return 0
+            return (reserved.present + reserved.committed) * size

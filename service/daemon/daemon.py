@@ -26,6 +26,7 @@ from tiercache.service.daemon.peers import Watch, connection_of, peer_of, pidfd_
 from tiercache.service.daemon.session import Session
 from tiercache.service.daemon.sockets import Sockets
 from tiercache.service.daemon.tcp import open_tcp, token_of
+from tiercache.service.finishing import Finishing
 from tiercache.service.inprocess import TierCache
 from tiercache.service.stack import Seams
 from tiercache.sizes import parse_size
@@ -72,10 +73,12 @@ class Daemon:
             if self.config.admin is not None:
                 await self._listen(open_tcp(self.config.admin), token=token)
             notify(STATUS="allocating memory")
-            await self.cache.__aenter__()
+            # To the end, whoever cancels: what a thread allocates is given back when it is there.
+            await Finishing("tiercache-start").outlast(self.cache.__aenter__())
             most = 2 * self.config.limits.sessions + _MORE_CONNECTIONS
             self._descriptors = Descriptors(self._sockets.descriptors, self.house, most=most)
         except BaseException:
+            await self.cache.close()
             await self._shut()
             raise
         self.state = "serving"

@@ -13,6 +13,8 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
+_PATIENCE = 60.0
+"""Seconds that what a cancelled coroutine left under way gets to end."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -29,7 +31,8 @@ class Interrupts:
     """A context in which SIGINT, SIGTERM and SIGHUP end the program once, and in order; entered in the main thread.
 
     Plain code is left by KeyboardInterrupt; in `run` the main coroutine is cancelled. A second signal can't cut the first one's
-    cleaning up short. `caught` is the first signal, or None. Leaving the context puts the old handlers back.
+    cleaning up short. `caught` is the first signal, or None. Leaving the context puts the old handlers back if there was none;
+    else the process is on its way out, and further signals stay ignored.
     """
 
     def __init__(self) -> None:
@@ -51,7 +54,7 @@ class Interrupts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._mode = _On.WAIT
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler if self.caught is None else signal.SIG_IGN)
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run `main` in an event loop; a signal cancels it, and it is waited for. Raises KeyboardInterrupt then."""
@@ -70,6 +73,9 @@ class Interrupts:
             return await task
         finally:
             self._cancel = None
+            # Whoever is cancelled while a cache opens or closes leaves that to a task of its own: it must not end with the loop.
+            if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(rest, timeout=_PATIENCE)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -59,7 +59,7 @@ class Player:
             config = small_tiers(plain.spec, self._directory)
             self._screen.begin(self._loaded, plain.spec, config, sum(scene.requests for scene in self._scenes) + len(self._again))
             # The first passes through a model take longer than the later ones.
-            await plain.generate(list(range(200, 240)), max_new_tokens=2)
+            await plain.generate(list(range(40)), max_new_tokens=2)
             await self._live(config, plain, self._scenes, clear=True)
             await self._live(config, plain, [Again(self._asked, self._again)], clear=False)
         return self.result

@@ -114,13 +114,16 @@ Ask = Callable[[Request], Awaitable[Replies]]
 class Scene(Protocol):
     """One kind of load."""
 
-    title: str
-    requests: int
-    """How many requests it makes."""
+    @property
+    def title(self) -> str:
+        """What is shown of it."""
+
+    @property
+    def requests(self) -> int:
+        """How many requests it makes."""
 
     async def play(self, ask: Ask) -> None:
         """Ask everything, in order."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

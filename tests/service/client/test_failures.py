@@ -19,6 +19,7 @@ from tiercache.errors import (
     Closed,
     InvalidConfig,
     InvalidInput,
+    InvalidSpec,
     InvalidStart,
     InvalidTensor,
     InvalidTokens,
@@ -283,8 +284,14 @@ async def test_a_wrong_value_is_an_error_and_is_not_sent(fake: FakeDaemon) -> No
                 await kv.insert(TOKENS, tensor)
         with pytest.raises(InvalidConfig, match="the tiers in memory are DRAM"):
             await kv.insert(TOKENS, good, tier=Tier.SSD)
-        with pytest.raises(InvalidInput):
-            await kv.pin(TOKENS, ttl=-1.0)
+        for ttl in (-1.0, True, "1", float("nan"), float("inf")):
+            with pytest.raises(InvalidInput):
+                await kv.pin(TOKENS, ttl=ttl)  # type: ignore[arg-type]
+        with pytest.raises(InvalidInput, match="request must be hashable, not a list"):
+            kv.match(TOKENS, request=[1])
+        for space, spec in ((None, SPEC), (SPACE, None), (SPEC, SPACE)):
+            with pytest.raises(InvalidSpec):
+                await client.open(space, spec)  # type: ignore[arg-type]
 
         assert len(fake.asked) == asked and not client.stats().misses
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.service.client.fake import SIZE, SPACE, SPEC, FakeDaemon, turn, until
 from tests.service.client.test_failures import TOKENS, is_exact, kv_of, raw
-from tiercache.errors import LeaseLost
+from tiercache.errors import InvalidInput, InvalidTensor, LeaseLost
 from tiercache.kernels.host import Bytes, copy_block
 from tiercache.service import wire
 from tiercache.service.client import copies
@@ -204,6 +204,73 @@ async def test_only_reserved_slots_are_written(fake: FakeDaemon, kind: str) -> N
     assert is_exact(whole.view(torch.float16).reshape(SPEC.shape(4 * SIZE)), TOKENS)
     assert all((fake.slots[slot] == 0x77).all() for slot in range(16) if slot not in taken)
     await fake.until(wire.Close, 2)
+
+
+async def test_a_gather_that_is_cancelled_ends_with_its_copy(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the caller has left, the memory that it gave is its own again."""
+    begun, go_on = threading.Event(), threading.Event()
+    plain = copies.gather
+
+    def held(*args: object) -> tuple[int, str | None]:
+        begun.set()
+        go_on.wait()
+        return plain(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(copies, "gather", held)
+    fake.holds(TOKENS, [9, 2, 3, 15])
+    out = torch.zeros(SPEC.shape(len(TOKENS)), dtype=torch.float16)
+    async with connect(fake.address) as client:
+        kv = await client.open(SPACE, SPEC)
+        async with kv.match(TOKENS) as hit:
+            task = asyncio.create_task(hit.gather(out))
+            await until(begun.is_set)
+            task.cancel()
+            await client.check()
+            early = task.done()
+            go_on.set()
+            await asyncio.gather(task, return_exceptions=True)
+
+            assert not early and task.cancelled() and is_exact(out, TOKENS)
+
+
+async def test_a_gather_into_an_array_is_checked_as_a_tensor_is(fake: FakeDaemon) -> None:
+    """It may have room for more; a read-only one is refused."""
+    fake.holds(TOKENS, [0, 1, 2, 3])
+    out = np.zeros(SPEC.shape(len(TOKENS) + SIZE), np.float16)
+    shut = out.copy()
+    shut.flags.writeable = False
+    async with connect(fake.address) as client:
+        kv = await client.open(SPACE, SPEC)
+        async with kv.match(TOKENS) as hit:
+            found = await hit.gather(out)  # type: ignore[arg-type]
+            with pytest.raises(InvalidTensor, match="read-only"):
+                await hit.gather(shut)  # type: ignore[arg-type]
+            for count in (-1, 1.0, True, None):
+                with pytest.raises(InvalidInput):
+                    hit.take(count)  # type: ignore[arg-type]
+
+        assert is_exact(found, TOKENS) and is_exact(torch.from_numpy(out[:, :, : len(TOKENS)]), TOKENS)
+
+
+async def test_two_commits_at_once_go_one_after_the_other(fake: FakeDaemon) -> None:
+    """The second one hands over what the first one left."""
+    asked: list[wire.Commit] = []
+
+    def commit(frame: wire.Commit) -> wire.Reply:
+        asked.append(frame)
+        return wire.Count(id=frame.id, count=frame.upto)
+
+    fake.answers[wire.Reserve] = lambda frame: wire.Reserved(
+        id=frame.id, reservation=5, present=0, pending=0, places=fake.places([0, 1, 2, 3])
+    )
+    fake.answers[wire.Commit] = commit
+    async with connect(fake.address) as client:
+        kv = await client.open(SPACE, SPEC)
+        async with kv.reserve(TOKENS) as room:
+            counts = await asyncio.gather(room.commit(2 * SIZE), room.commit(4 * SIZE))
+
+    assert [*counts] == [2 * SIZE, 4 * SIZE]
+    assert [(frame.upto, len(frame.checksums)) for frame in asked] == [(2, 16), (4, 16)]
 
 
 async def test_an_insert_that_is_cancelled_commits_nothing(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:

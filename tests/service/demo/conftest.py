@@ -1,0 +1,97 @@
+"""A demo that takes a second: a tiny model with random weights, and scenes of random prompts."""
+
+from __future__ import annotations
+
+import io
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tests.service.runners.conftest import Letters
+from tiercache.service.demo.screen import Screen
+from tiercache.service.demo.workload import Ask, Request
+from tiercache.service.runners.model import Loaded
+from tiercache.service.runners.packaged import packaged_model
+from tiercache.spec import Namespace
+
+
+@dataclass
+class Turns:
+    """Prompts that share beginnings, more of them than HBM and DRAM hold, some greedy and some sampled."""
+
+    title: str = "Turns: random prompts"
+    requests: int = 10
+    replies: list[list[list[int]]] = field(default_factory=list)
+
+    async def play(self, ask: Ask) -> None:
+        chance = random.Random(5)
+        for chat in range(self.requests // 2):
+            stem = [chance.randrange(97) for _ in range(200 + chat)]
+            for turn in range(2):
+                prompt = (*stem, *(chance.randrange(97) for _ in range(40 * turn)))
+                seeds = (1, 2) if turn else ()
+                self.replies.append(await ask(Request(label=f"chat {chat}.{turn}", prompt=prompt, limit=3, seeds=seeds, stop=())))
+
+
+AGAIN = ("chat 0.0", "chat 0.1")
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Loaded:
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.5,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model: Any = LlamaForCausalLM(config)
+    return Loaded(model.eval(), Letters(), Namespace(model="tiny", weights="sha256:none"))
+
+
+@pytest.fixture(scope="session")
+def real_tokenizer() -> Any:
+    """The packaged model's tokenizer; the first session on a machine downloads and converts the model."""
+    return AutoTokenizer.from_pretrained(packaged_model(), local_files_only=True)
+
+
+@pytest.fixture
+def console() -> Console:
+    """A console that is no terminal, 80 columns wide; what was printed is in `console.file`."""
+    return Console(file=io.StringIO(), width=80, highlight=False)
+
+
+@pytest.fixture
+def screen(console: Console) -> Iterator[Screen]:
+    with Screen(console) as screen:
+        yield screen
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Put the handlers of signals back that an interruption leaves ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def printed(console: Console) -> str:
+    """Return what was printed."""
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()

@@ -1,0 +1,500 @@
+"""A state machine over the face in one process: every call in any order, against a plain model, audited after each step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.stateful.world import SHAPES, Shape, World, block_bytes, changes
+from tiercache.errors import LeaseReleased
+from tiercache.service import tensors
+from tiercache.service.face import Stored
+from tiercache.service.hit import Hit
+from tiercache.service.room import Room
+from tiercache.types import Tier
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+CHUNKS = ([1, 1], [1, 2], [2, 1])
+"""The blocks that prompts are made of: so few that most prompts share a beginning."""
+PROMPTS = st.builds(
+    lambda code, length: [token for place in range(length) for token in CHUNKS[code // 3**place % 3]],
+    st.integers(0, 3**6 - 1),
+    st.sampled_from([2, 3, 4, 5, 6, 1, 0]),
+)
+TAILS = st.sampled_from([[], [], [], [2], [1]])
+PLACES = st.integers(0, 2)
+"""Which of the three handles; the first and the last are of one namespace."""
+PICKS = st.integers(0, 99)
+
+
+@dataclass(slots=True)
+class Held:
+    """A hit that is held, what it was asked for, and how many leading tokens it has shown to be readable."""
+
+    hit: Hit
+    place: int
+    prompt: list[int]
+    tokens: int
+    sound: int
+    """From this token on something was corrupted in place."""
+    readable: int = 0
+
+
+@dataclass(slots=True)
+class Writing:
+    """A room that is held, and what it is for."""
+
+    room: Room
+    place: int
+    prompt: list[int]
+    present: int
+    written: int
+
+
+class FaceMachine(RuleBasedStateMachine):
+    """Calls run to their end one after the other; only what the cache does in the background overlaps them."""
+
+    held: ClassVar[bool] = False
+    steps: ClassVar[int] = 0
+    log: ClassVar[list[Any] | None] = None
+
+    world: World
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits: list[Held] = []
+        self.rooms: list[Writing] = []
+        self.pins: list[tuple[int, list[int]]] = []
+        self.fillers = 0
+        self.failed = False
+        self.opened = False
+
+    @initialize(shape=st.sampled_from(SHAPES), seed=st.integers(0, 1 << 16), prompts=st.lists(PROMPTS, max_size=4))
+    def begin(self, shape: Shape, seed: int, prompts: list[list[int]]) -> None:
+        self.world = World(shape, seed, held=self.held)
+        self.opened = True
+        self.note("begin", SHAPES.index(shape), seed)
+        for number, prompt in enumerate(prompts):
+            self.store(number % 3, prompt, 0, None)
+            self.everything_holds()
+
+    def teardown(self) -> None:
+        if self.opened:
+            self.note("end", changes(self.world))
+            try:
+                self.drop_claims()
+            finally:
+                self.world.end()
+                self.rooms.clear()
+                self.hits.clear()
+
+    @invariant()
+    def everything_holds(self) -> None:
+        if not self.opened:
+            return
+        self.world.reconcile()
+        self.world.check()
+        self.end_maybes()
+        type(self).steps += 1
+
+    # --- writing ----------------------------------------------------------------------------------------------------------
+
+    @rule(which=PLACES, chunks=PROMPTS, tail=TAILS, tier=st.sampled_from([None, None, None, Tier.DRAM]))
+    def insert(self, which: int, chunks: list[int], tail: list[int], tier: Tier | None) -> None:
+        self.store(which, chunks + tail, 0, tier)
+
+    @rule(which=PLACES, blocks=st.integers(1, 5))
+    def insert_filler(self, which: int, blocks: int) -> None:
+        self.fillers += 1
+        self.store(which, [100 + self.fillers, 0] * blocks, 0, None)
+
+    @precondition(lambda self: self.hits)
+    @rule(pick=PICKS, chunks=PROMPTS)
+    def insert_after_hit(self, pick: int, chunks: list[int]) -> None:
+        held = self.hits[pick % len(self.hits)]
+        prompt = held.prompt[: held.hit.tokens] + chunks
+        covered = self.book(held.place).longest(self.world.key(prompt)) * self.size
+        if covered >= held.hit.tokens:  # not deleted meanwhile
+            self.store(held.place, prompt, held.hit.tokens, None)
+
+    def store(self, which: int, prompt: list[int], start: int, tier: Tier | None) -> None:
+        place, key = which % 2, self.world.key(prompt)
+        chapter, book, whole = self.world.chapters[place], self.book(place), len(key) // (4 * self.size)
+        before, alone, first = book.longest(key), self.alone(), start // self.size
+        chapter.maybe |= book.prefixes(key)
+        done = self.run(self.world.kvs[which].insert(prompt, self.world.tensor(place, prompt, start), start=start, tier=tier))
+        self.check_stored(done, whole - first)
+        if self.quiet(place):
+            assert done.present == (before - first) * self.size
+            assert done.stored == (whole - before) * self.size - done.refused
+            assert book.prefixes(key, upto=whole - done.refused // self.size) <= self.world.keys(place)
+            if alone and self.world.shape.ample:
+                assert not done.refused, "an insert was refused though nobody holds anything"
+        self.note("insert", place, prompt, start, done)
+
+    def check_stored(self, done: Stored, blocks: int) -> None:
+        assert min(done) >= 0 and sum(done) == blocks * self.size and all(count % self.size == 0 for count in done)
+
+    @precondition(lambda self: len(self.rooms) < 2)
+    @rule(which=PLACES, chunks=PROMPTS, tail=TAILS)
+    def reserve(self, which: int, chunks: list[int], tail: list[int]) -> None:
+        self.enter(self.world.kvs[which].reserve(chunks + tail), which % 2, chunks + tail)
+
+    @precondition(lambda self: self.hits and len(self.rooms) < 2)
+    @rule(pick=PICKS, chunks=PROMPTS)
+    def reserve_after_hit(self, pick: int, chunks: list[int]) -> None:
+        held = self.hits[pick % len(self.hits)]
+        prompt = held.prompt[: held.hit.tokens] + chunks
+        self.enter(self.world.kvs[held.place].reserve(prompt, after=held.hit), held.place, prompt)
+
+    def enter(self, room: Room, place: int, prompt: list[int]) -> None:
+        self.run(room.__aenter__())
+        whole = len(prompt) - len(prompt) % self.size
+        assert room.present + room.pending <= whole and room.present <= room.tokens <= whole
+        assert not (room.pending and len(room.blocks))
+        self.rooms.append(Writing(room, place, prompt, room.present, 0))
+        self.note("reserve", place, prompt, room.present, room.pending, len(room.blocks))
+
+    @precondition(lambda self: self.rooms)
+    @rule(pick=PICKS, count=st.integers(0, 6), slack=st.integers(0, 1))
+    def commit(self, pick: int, count: int, slack: int) -> None:
+        """Fill some more blocks in place and hand them over."""
+        writing = self.rooms[pick % len(self.rooms)]
+        place, blocks = writing.place, writing.room.blocks
+        end = min(writing.written + count, len(blocks))
+        expected = self.world.tensor(place, writing.prompt)
+        for number in range(writing.written, end):
+            at = writing.present + number * self.size
+            blocks[number].copy_(expected[:, :, at : at + self.size])
+        upto = writing.present + end * self.size + slack
+        key = self.world.key(writing.prompt)[: (upto // self.size) * 4 * self.size]
+        self.world.chapters[place].maybe |= self.book(place).prefixes(key)
+        done = self.run(writing.room.commit(upto))
+        assert writing.present + writing.written * self.size <= done <= upto
+        if done == upto - slack and self.quiet(place) and end > writing.written:
+            assert self.book(place).prefixes(key) <= self.world.keys(place)
+        writing.written = end
+        self.note("commit", place, upto, done)
+        if done < upto - slack:  # what it follows is gone
+            self.leave(pick)
+
+    @precondition(lambda self: self.rooms)
+    @rule(pick=PICKS)
+    def leave(self, pick: int) -> None:
+        writing = self.rooms.pop(pick % len(self.rooms))
+        self.run(writing.room.__aexit__(None, None, None))
+        with pytest.raises(LeaseReleased):
+            _ = writing.room.present
+        self.note("leave")
+
+    # --- reading ----------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.hits) < 4)
+    @rule(which=PLACES, chunks=PROMPTS, tail=TAILS, request=st.sampled_from([None, None, "r"]))
+    def match(self, which: int, chunks: list[int], tail: list[int], request: str | None) -> None:
+        place, prompt = which % 2, chunks + tail
+        longest = self.book(place).longest(self.world.key(prompt)) * self.size
+        free = self.alone()
+        hit = self.world.kvs[which].match(prompt, request=request)
+        self.run(hit.__aenter__())
+        if request is None:
+            assert hit.tokens <= longest and (not free or hit.tokens == longest)
+            assert sum(hit.tiers.values()) == hit.tokens
+            assert all(fast > slow for fast, slow in pairwise(hit.tiers))
+        sound = min((len(key) // 4 - self.size for key in self.rotten_in(place, prompt)), default=1 << 20)
+        self.hits.append(Held(hit, place, prompt, hit.tokens, sound))
+        self.note("match", place, prompt, hit.tokens, dict(hit.tiers))
+
+    @precondition(lambda self: self.hits)
+    @rule(pick=PICKS, how=st.sampled_from(["ready", "gather", "gather", "out", "layer", "view"]))
+    def read(self, pick: int, how: str) -> None:
+        held = self.hits[pick % len(self.hits)]
+        world, hit = self.world, held.hit
+        count = held.readable
+        match how:
+            case "ready":
+                count = self.run(hit.ready())
+                if len(self.hits) == 1 and not (self.rooms or self.pins or self.failed) and self.world.shape.ample:
+                    assert count >= min(hit.tokens, held.sound), "not all is readable though there is room"
+            case "gather" | "out":
+                out = tensors.empty(self.world.spec, len(held.prompt) + 1) if how == "out" else None
+                found = self.run(hit.gather(out))
+                count = found.shape[2]
+                world.same(held.place, held.prompt, found)
+            case "layer":
+                for layer in range(world.spec.layers):
+                    parts = self.run(hit.layer(layer))
+                    count = parts[0].shape[0]
+                    expected = world.tensor(held.place, held.prompt[:count])[layer]
+                    if held.sound >= count:
+                        assert alike(parts, expected), "a wrong byte in a layer"
+            case "view":
+                count = self.run(hit.ready())
+                for block in range(min(count, held.sound) // self.size):
+                    parts = hit.view(block, 1)
+                    expected = world.tensor(held.place, held.prompt)[1, :, block * self.size : (block + 1) * self.size]
+                    assert alike(parts, expected), "a wrong byte in place"
+        assert min(held.readable, held.sound) <= count <= held.tokens, "a leased token is gone"
+        held.readable = count
+        self.note(how, held.place, count)
+
+    @precondition(lambda self: self.hits)
+    @rule(pick=PICKS, tokens=st.integers(0, 13))
+    def take(self, pick: int, tokens: int) -> None:
+        held = self.hits[pick % len(self.hits)]
+        before = held.hit.tokens
+        kept = held.hit.take(tokens)
+        assert kept == held.hit.tokens == min(tokens, before) // self.size * self.size
+        held.tokens, held.readable = kept, min(held.readable, kept)
+        self.note("take", kept)
+
+    @precondition(lambda self: self.hits)
+    @rule(pick=PICKS)
+    def release(self, pick: int) -> None:
+        held = self.hits.pop(pick % len(self.hits))
+        self.run(held.hit.release())
+        with pytest.raises(LeaseReleased):
+            _ = held.hit.tokens
+        self.note("release")
+
+    @rule(which=PLACES, chunks=PROMPTS)
+    def prefetch(self, which: int, chunks: list[int]) -> None:
+        longest = self.book(which % 2).longest(self.world.key(chunks)) * self.size
+        done = self.run(self.world.kvs[which].prefetch(chunks))
+        assert done <= longest or not self.quiet(which % 2)
+        self.note("prefetch", done)
+
+    @rule(which=PLACES, chunks=PROMPTS, ttl=st.sampled_from([0.0, 50.0, 100.0]))
+    def pin(self, which: int, chunks: list[int], ttl: float) -> None:
+        longest = self.book(which % 2).longest(self.world.key(chunks)) * self.size
+        done = self.run(self.world.kvs[which].pin(chunks, ttl=ttl))
+        assert done <= longest
+        self.pins = [pin for pin in self.pins if pin != (which, chunks)] + ([(which, chunks)] if ttl else [])
+        self.note("pin", done)
+
+    @rule(seconds=st.sampled_from([0.6, 3.0, 120.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.world.loop.wait(seconds)
+        if seconds > 100:
+            self.pins.clear()
+
+    # --- keeping and taking away ------------------------------------------------------------------------------------------
+
+    @rule(which=PLACES, chunks=PROMPTS)
+    def flush(self, which: int, chunks: list[int]) -> None:
+        place, key = which % 2, self.world.key(chunks)
+        chapter, longest = self.world.chapters[place], self.book(place).longest(key)
+        done = self.run(self.world.kvs[which].flush(chunks))
+        acked = self.book(place).prefixes(key, upto=done // self.size)
+        if self.quiet(place):
+            assert done <= longest * self.size and acked <= self.world.durable_keys(place)
+            if self.world.shape.ample and not self.failed:
+                assert done == longest * self.size
+        chapter.acked |= acked
+        self.note("flush", done)
+
+    @rule(which=PLACES, chunks=PROMPTS)
+    def delete(self, which: int, chunks: list[int]) -> None:
+        place = which % 2
+        chapter, key = self.world.chapters[place], self.world.key(chunks)
+        doomed, count = self.book(place).doomed(key)
+        exact = self.quiet(place)
+        self.forget(place, doomed)
+        done = self.run(self.world.kvs[which].delete(chunks))
+        if exact and self.quiet(place):
+            assert done == count * self.size
+            assert not doomed & self.world.keys(place), "what was deleted is still found"
+            chapter.ghosts.clear()
+        self.note("delete", done)
+
+    @rule(which=PLACES)
+    def clear(self, which: int) -> None:
+        place = which % 2
+        chapter, exact = self.world.chapters[place], self.quiet(place)
+        count = len(self.book(place).keys)
+        self.forget(place, set(self.book(place).keys))
+        done = self.run(self.world.kvs[which].clear())
+        if exact and self.quiet(place):
+            assert done == count * self.size and not self.world.keys(place)
+            chapter.ghosts.clear()
+        self.note("clear", done)
+
+    def forget(self, place: int, doomed: set[bytes]) -> None:
+        """Take `doomed` out of the model; until that is acknowledged it may come back after a kill."""
+        chapter = self.world.chapters[place]
+        chapter.book.keys -= doomed
+        chapter.acked -= doomed
+        chapter.ghosts |= doomed
+
+    @rule(position=st.integers(0, 2), want=st.integers(1, 8), drop=st.booleans())
+    def squeeze(self, position: int, want: int, drop: bool) -> None:
+        """Make room as if somebody needed it; in an ample tier at the bottom nobody does."""
+        stack = self.world.stack
+        position %= len(stack.stores)
+        if self.world.shape.ample and (drop or stack.stores[position].durable):
+            return
+
+        async def make_room() -> None:
+            stack.mover.start(stack.cache.moves.make_room(position, want, drop=drop))
+
+        self.run(make_room())
+        self.note("squeeze", position, want)
+
+    @rule()
+    def settle(self) -> None:
+        self.run(self.world.cache.settle())
+        for chapter in self.world.chapters:
+            chapter.ghosts.clear()
+
+    # --- going away -------------------------------------------------------------------------------------------------------
+
+    @rule(
+        which=PLACES,
+        chunks=PROMPTS,
+        what=st.sampled_from(["insert", "flush", "prefetch", "delete", "match", "reserve"]),
+        turns=st.integers(0, 12),
+    )
+    def cancel(self, which: int, chunks: list[int], what: str, turns: int) -> None:
+        """Begin a call, let a few turns pass, and cancel it."""
+        work = self.call(which, chunks, what)
+        task = self.world.loop.create_task(work)
+        self.world.loop.turn(turns)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            self.world.loop.finish(task)
+        self.note("cancel", what, task.cancelled())
+
+    def call(self, which: int, prompt: list[int], what: str) -> Coroutine[Any, Any, Any]:
+        """Return a call that may be cut short, or run beside others; the model is told what may come of it."""
+        place, kv, key = which % 2, self.world.kvs[which], self.world.key(prompt)
+        chapter = self.world.chapters[place]
+        match what:
+            case "insert":
+                chapter.maybe |= self.book(place).prefixes(key)
+                return kv.insert(prompt, self.world.tensor(place, prompt))
+            case "delete":
+                doomed, _ = self.book(place).doomed(key)
+                self.forget(place, doomed)
+                chapter.maybe |= doomed  # it may be cancelled before it begins
+                return kv.delete(prompt)
+            case "match":
+                return self.look(which, prompt)
+            case "reserve":
+                return self.visit(which, prompt)
+            case "flush":
+                return kv.flush(prompt)
+            case _:
+                return kv.prefetch(prompt)
+
+    async def look(self, which: int, prompt: list[int]) -> int:
+        async with self.world.kvs[which].match(prompt) as hit:
+            found = await hit.gather()
+            if not self.world.was_rotten:
+                assert found.shape[2] <= hit.tokens
+            self.world.same(which % 2, prompt, found)
+            return int(found.shape[2])
+
+    async def visit(self, which: int, prompt: list[int]) -> int:
+        async with self.world.kvs[which].reserve(prompt) as room:
+            await asyncio.sleep(0)
+            return len(room.blocks)
+
+    @rule(kill=st.booleans(), settle=st.booleans())
+    def reopen(self, kill: bool, settle: bool) -> None:
+        if settle:
+            self.finish_jobs()
+            self.run(self.world.cache.settle())
+            self.world.reconcile()
+        claims: list[Hit | Room] = [*(held.hit for held in self.hits), *(writing.room for writing in self.rooms)]
+        self.hits, self.rooms, self.pins = [], [], []
+        self.world.reopen(kill=kill)
+        self.abandon_jobs()
+        for claim in claims:
+            with pytest.raises(LeaseReleased):
+                _ = claim.tokens
+        self.note("reopen", kill, [len(chapter.book.keys) for chapter in self.world.chapters])
+
+    @rule(pick=PICKS, byte=PICKS)
+    def corrupt(self, pick: int, byte: int) -> None:
+        """Change one byte of a block in memory, as a stray write would."""
+        world = self.world
+        if not (copies := world.memory_copies()):
+            return
+        place, key, position, slot = copies[pick % len(copies)]
+        view = world.stack.stores[position].view(slot)
+        assert view is not None
+        expected = block_bytes(world.chapters[place].digest, key, world.spec)
+        at = byte * 37 % view.shape[1]
+        view[byte % view.shape[0], at] ^= 0xFF
+        if np.array_equal(view, expected):  # corrupted twice is sound
+            world.rotten.pop((position, slot), None)
+        else:
+            world.rotten[position, slot] = place, key
+        world.was_rotten = True
+        for held in self.hits:
+            if held.place == place and world.key(held.prompt).startswith(key):
+                held.sound = min(held.sound, len(key) // 4 - self.size)
+        self.note("corrupt", position, len(key))
+
+    # --- inside -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        return self.world.spec.block_size
+
+    def book(self, place: int) -> Any:
+        return self.world.chapters[place].book
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.world.loop.run(work)
+
+    def alone(self) -> bool:
+        """Whether nobody holds anything, and nothing has failed."""
+        return not (self.hits or self.rooms or self.pins or self.failed or self.world.was_rotten) and self.world.held_by_nobody()
+
+    def quiet(self, place: int) -> bool:
+        """Whether the model knows exactly what is there: nothing was forgotten in this step, and no cancelled call goes on."""
+        return self.world.idle() and not self.world.forgotten and not self.world.was_rotten
+
+    def rotten_in(self, place: int, prompt: list[int]) -> list[bytes]:
+        key = self.world.key(prompt)
+        return [other for where, other in self.world.rotten.values() if where == place and key.startswith(other)]
+
+    def end_maybes(self) -> None:
+        """Forget what cancelled calls might bring, once none of them goes on."""
+        if self.world.idle():
+            for chapter in self.world.chapters:
+                chapter.maybe.clear()
+
+    def finish_jobs(self) -> None:
+        """Let every call that runs come to its end; here none does."""
+
+    def abandon_jobs(self) -> None:
+        """See that calls which a close overtook have ended; here there are none."""
+
+    def drop_claims(self) -> None:
+        for writing in self.rooms:
+            self.run(writing.room.__aexit__(None, None, None))
+        for held in self.hits:
+            self.run(held.hit.__aexit__(None, None, None))
+
+    def note(self, *words: object) -> None:
+        if self.log is not None:
+            self.log.append(words)
+
+
+def alike(found: Iterable[torch.Tensor], expected: torch.Tensor) -> bool:
+    """Return whether the tensors hold the same bytes: as numbers, many of them would differ from themselves."""
+    return all(a.numpy().tobytes() == b.numpy().tobytes() for a, b in zip(found, expected, strict=True))
