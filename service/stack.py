@@ -209,12 +209,13 @@ class Stack:
         return 0 if tier is None else self.cache.tiers.index(tier)
 
     def readable(self, lease: Lease) -> list[Place]:
-        """Return where the leading blocks of a lease lie in memory, up to the first that does not."""
-        table = self.cache.residency.table
+        """Return where the leading blocks of a lease lie in memory, up to the first that does not, or failed a check."""
+        residency = self.cache.residency
+        table = residency.table
         places: list[Place] = []
         for node in path(lease.node):
             tag = node.tag
-            if tag is None or tag >= self.memory:
+            if tag is None or tag >= self.memory or node in residency.doubtful:
                 break
             places.extend(
                 Place(tag, slot, int(table.checksum[block]))

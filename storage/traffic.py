@@ -132,7 +132,7 @@ class Traffic:
     async def _drain(self, position: int) -> None:
         pool, moves = self._cache.residency.slots[position], self._cache.moves
         try:
-            # What one tier copies down, another that drains may drop again: without progress it ends, and the next writer asks anew.
+            # What one tier copies down, another that drains may drop again: without progress it ends; the next writer asks anew.
             best, rounds = pool.free, 0
             while pool.free < self._high[position] and rounds < _FRUITLESS:
                 best, rounds = (pool.free, 1) if pool.free > best else (best, rounds + 1)

@@ -376,8 +376,8 @@ class Moves:
         self._drop_upper(transfer, done, failed)
         if transfer.reason is Reason.PROMOTE and done:
             residency.touch(done[-1])
-        if report.rotten and committed == report.arrived and failed and failed[0].alive:
-            residency.remove(failed[0], Reason.UNTRUSTED)
+        if report.rotten and committed == report.arrived and failed:
+            residency.distrust(failed[0])
         return self.take_waste()
 
     def _parent_is_there(self, node: Node, to: int, done: Sequence[Node]) -> bool:

@@ -105,6 +105,8 @@ class Chapter:
     """What is out of the tree while its record may still be on disk."""
     acked: set[bytes] = field(default_factory=set)
     """What a flush said to be durable."""
+    deleting: bytes = b""
+    """The prompt that this step deletes."""
 
 
 class World:
@@ -154,13 +156,13 @@ class World:
         before = [set(chapter.book.keys) for chapter in self.chapters]
         ghosts = [chapter.ghosts | chapter.maybe for chapter in self.chapters]
         durable = self.shape.ssd > 0
+        directory = self.directory
         if kill and durable:
             self._runs += 1
-            copy = Path(self._root.name) / str(self._runs)
-            shutil.copytree(self.directory, copy)
+            directory = Path(self._root.name) / str(self._runs)
+            shutil.copytree(self.directory, directory)
         self.close()
-        if kill and durable:
-            self.directory = copy
+        self.directory = directory
         self.open()
         for place, chapter in enumerate(self.chapters):
             found = self.keys(place)
@@ -236,6 +238,11 @@ class World:
         planes = tensors.planes_for_reading(found, self.spec)
         assert np.array_equal(planes, self.expected(place, tokens[:count])), "a wrong byte was handed out"
 
+    def same_block(self, place: int, tokens: list[int], view: object) -> None:
+        """Fail unless `view` is the block that ends `tokens`."""
+        expected = block_bytes(self.chapters[place].digest, self.key(tokens), self.spec)
+        assert np.array_equal(view, expected), "a leased block was overwritten"  # type: ignore[arg-type]
+
     def keys(self, place: int) -> set[bytes]:
         return {key for key, _, _ in blocks_of(self.kvs[place]._handle.space)}
 
@@ -271,7 +278,12 @@ class World:
             found, book = self.keys(place), chapter.book
             extra, lost = found - book.keys, book.keys - found
             assert extra <= chapter.maybe, f"{len(extra - chapter.maybe)} blocks are there that nobody stored"
-            assert len(lost) <= self.forgotten[chapter.digest], f"{len(lost)} blocks left without a word"
+            # What was forgotten a moment before may have made the deleted prompt an only child further up.
+            tops = lost & book.prefixes(chapter.deleting)
+            unsaid = {key for key in lost if not any(key.startswith(top) for top in tops)}
+            assert len(unsaid) <= self.forgotten[chapter.digest], f"{len(unsaid)} blocks left without a word"
+            assert not tops or self.forgotten[chapter.digest], "a delete took more than its own"
+            chapter.deleting = b""
             book.keys = found
             chapter.ghosts |= lost
             chapter.acked &= found
