@@ -18,6 +18,8 @@ from tiercache.spec import KVSpec
 from tiercache.storage.reader import Place
 from tiercache.types import Tier
 
+_LONGEST_PIN = 10.0**9
+"""Seconds; some thirty years."""
 _PENDING_SECONDS = 5.0
 """How long an insert waits for another writer of the same blocks."""
 
@@ -63,7 +65,7 @@ class LocalKV:
         Pinning the same tokens again counts from now; `ttl=0` ends it. Raises InvalidInput for a negative `ttl`.
         """
         seconds: object = ttl
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _LONGEST_PIN:
             raise InvalidInput(f"ttl must be a number of seconds from 0 on, not {ttl!r}", value=ttl)
         key = self._key(tokens)
         self._unpin(key)
@@ -82,7 +84,7 @@ class LocalKV:
         Raises InvalidTokens, and InvalidStart when the hit is not a prefix.
         """
         key = self._key(tokens)
-        if after is not None and not key.startswith(after.lease.key[: after.lease.blocks * self._handle.space.tree.stride]):
+        if after is not None and not self._begins_with(key, after):
             raise InvalidStart(f"the hit's {after.tokens} tokens are not how this prompt begins", value=after.tokens)
         return Room(self._handle, self._acquire(key, after, self._position(tier)))
 
@@ -159,12 +161,17 @@ class LocalKV:
             try:
                 await self._prepare(lease, key, position)
                 self._require_open()
-                hold = lease if after is None or after.lease.blocks < lease.blocks else after.lease
+                # With less than the hit's tokens in the tree there is no room: nobody has computed the blocks in between.
+                hold = lease if after is None or after.tokens <= lease.blocks * self.spec.block_size else after.lease
                 return stack.cache.reserve(self._handle.session, self._handle.space, key, after=hold, position=position)
             finally:
                 stack.cache.release(lease)
 
         return acquire
+
+    def _begins_with(self, key: bytes, hit: Hit) -> bool:
+        covered = hit.tokens // self.spec.block_size * self._handle.space.tree.stride
+        return hit.lease.space is self._handle.space and key.startswith(hit.lease.key[:covered])
 
     async def _prepare(self, lease: Lease, key: bytes, position: int) -> None:
         """Bring up what the new blocks follow, and make room for them, as far as that goes."""

@@ -19,11 +19,6 @@ def block_first_slot_bytes(geometry: Geometry) -> int:
     return -(-geometry.block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
-def block_first_capacity(geometry: Geometry, length: int) -> int:
-    """Return how many slots fit `length` bytes of block-first memory."""
-    return length // block_first_slot_bytes(geometry)
-
-
 def block_first(memory: NDArray[np.uint8], geometry: Geometry) -> SlotPlanes:
     """Return the slots of block-first memory `[slots, layers, parts, unit_bytes]`; each block is contiguous and padded.
 
@@ -33,11 +28,6 @@ def block_first(memory: NDArray[np.uint8], geometry: Geometry) -> SlotPlanes:
     slots = len(memory) // stride
     padded = memory[: slots * stride].reshape(slots, stride)
     return padded[:, : geometry.block_bytes].reshape(slots, geometry.planes, geometry.unit_bytes)
-
-
-def layer_first_capacity(geometry: Geometry, length: int) -> int:
-    """Return how many slots fit `length` bytes of layer-first memory, which has no padding."""
-    return length // geometry.block_bytes
 
 
 def layer_first(memory: NDArray[np.uint8], geometry: Geometry) -> SlotPlanes:

@@ -158,7 +158,7 @@ class Cache:
                 node = self.residency.split(node, part)
             at += more * stride
         else:  # it left the tree, and what followed it is gone: the lease keeps its own path and no more
-            node = after.node
+            node, at = after.node, min(at, len(key) - len(key) % stride)
         lease = self._lease(session, space, node, key, at // stride, charged=False)
         rest = key[at : len(key) - len(key) % stride]
         reservation = Reservation(lease=lease, key=rest, blocks=self.residency.table.allocate(0), places=[], present=at // stride)
@@ -250,7 +250,12 @@ class Cache:
         return removed
 
     def distrust(self, lease: Lease, block: int) -> None:
-        """Remove block number `block` of a lease, and what follows it, because its bytes failed a check."""
+        """Remove block number `block` of a lease, and what follows it, because its bytes failed a check.
+
+        Does nothing once the lease has ended: then the slots may have been another block's when they were looked at.
+        """
+        if lease.released:
+            return
         nodes = path(lease.node)
         for node in nodes:
             if block < len(node.blocks):

@@ -106,6 +106,11 @@ class FaceMachine(Steps):
         self.hits.append(Held(hit, place, prompt, hit.tokens, sound))
         self.note("match", place, prompt, hit.tokens, dict(hit.tiers))
 
+    @rule(which=PLACES, chunks=PROMPTS)
+    def look_up(self, which: int, chunks: list[int]) -> None:
+        """Match, read and release in one step, as a runner does."""
+        self.note("look up", self.run(self.look(which, chunks)))
+
     @precondition(lambda self: self.hits)
     @rule(pick=PICKS, how=st.sampled_from(["ready", "gather", "gather", "out", "layer", "view"]))
     def read(self, pick: int, how: str) -> None:
@@ -271,11 +276,28 @@ class FaceMachine(Steps):
                 _ = claim.tokens
         self.note("reopen", kill, [len(chapter.book.keys) for chapter in self.world.chapters])
 
-    @rule(pick=PICKS, byte=PICKS)
-    def corrupt(self, pick: int, byte: int) -> None:
-        """Change one byte of a block in memory, as a stray write would."""
+    @rule(which=PLACES, chunks=PROMPTS, what=st.sampled_from(["delete", "clear", "flush", "insert"]))
+    def kill_after(self, which: int, chunks: list[int], what: str) -> None:
+        """End the process right after a call has returned: what it acknowledged holds."""
+        match what:
+            case "delete":
+                self.delete(which, chunks)
+            case "clear":
+                self.clear(which)
+            case "flush":
+                self.flush(which, chunks)
+            case _:
+                self.insert(which, chunks, [], None)
+        self.world.reconcile()
+        self.reopen(kill=True, settle=False)
+
+    @rule(pick=PICKS, byte=PICKS, leased=st.booleans())
+    def corrupt(self, pick: int, byte: int, leased: bool) -> None:
+        """Change one byte of a block in memory, as a stray write would; with `leased` of one that a hit covers."""
         world = self.world
         copies = world.memory_copies()
+        if leased:
+            copies = [copy for copy in copies if any(self.covers(held, copy[0], copy[1]) for held in self.hits)]
         if not copies:
             return
         place, key, position, slot = copies[pick % len(copies)]
@@ -288,8 +310,8 @@ class FaceMachine(Steps):
             world.rotten.pop((position, slot), None)
         else:
             world.rotten[position, slot] = place, key
-        world.was_rotten = True
+        world.spoilt.add((place, key))
         for held in self.hits:
-            if held.place == place and world.key(held.prompt).startswith(key):
+            if self.covers(held, place, key):
                 held.sound = min(held.sound, len(key) // 4 - self.size)
         self.note("corrupt", position, len(key))
