@@ -151,17 +151,20 @@ class Desk:
 
     # --- writing ------------------------------------------------------------------------------------------------------------
 
-    async def acquire(self, key: bytes, after: Lease | None, position: int) -> Reservation:
+    async def acquire(self, key: bytes, after: Lease | None, position: int, *, vouched: int | None = None) -> Reservation:
         """Make room for the blocks of `key` that are not cached, and take slots for them.
 
-        `after` is a lease on a prefix of `key`. Waits for room as long as the configuration allows.
+        `after` is a lease on a prefix of `key`, of which `vouched` blocks are sound (None: all). Waits for room as long as the
+        configuration allows.
         """
         stack = self.stack
         lease = stack.cache.match(self.session, self.space, key, count=False, charged=False)
         try:
             await self._prepare(lease, key, position)
             self._require_open()
-            hold = lease if after is None or after.released or after.blocks < lease.blocks else after
+            # With less than the vouched blocks in the tree there is no room: nobody has computed the blocks in between.
+            needed = 0 if after is None or after.released else after.blocks if vouched is None else vouched
+            hold = lease if after is None or needed <= lease.blocks else after
             return stack.cache.reserve(self.session, self.space, key, after=hold, position=position)
         finally:
             stack.cache.release(lease)

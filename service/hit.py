@@ -186,6 +186,7 @@ class Hit:
             rest = places[claim.verified :]
             if rest:
                 claim.verified += await self._desk.stack.reader.verify(rest)
+                self._live()  # else the slots were perhaps another block's when they were looked at
                 if claim.verified < len(places):
                     self._desk.stack.distrust(claim.lease, claim.verified)
                     self._tokens = min(self._tokens, claim.verified * self._desk.spec.block_size)

@@ -190,9 +190,9 @@ class TierCache:
                 offset, fraction = self._share(spec)
                 stores = await workers.run(Lane.WRITE, self._open_stores, spec, offset, fraction)
                 stack = Stack(self.config, spec.geometry, spec.block_size, stores, workers, self._seams, self._number_slots(stores))
+                await stack.begin()
                 self._stacks[spec.geometry] = stack
                 self._sessions[spec.geometry] = stack.cache.begin_session()
-                stack.begin()
             self._specs.setdefault(space, set()).add(spec)
             if self._disk is not None:
                 await workers.run(Lane.WRITE, self._disk.remember, space, spec)
@@ -298,14 +298,14 @@ class TierCache:
         stores: list[Store] = []
         try:
             for tier, size in self._sizes.items():
-                length = int(size * fraction)
+                # Both ends by one rule: where a share ends the next one begins, and no byte is in two.
+                offset, end = _edge(size, begin), _edge(size, begin + fraction)
                 if tier in _ARENAS:
-                    offset = -(-int(size * begin) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-                    length = min(length, size - offset, self._unnumbered() * spec.block_bytes)
+                    length = min(end - offset, self._unnumbered() * spec.block_bytes)
                     stores.append(_ARENAS[tier](self._memory[tier], spec.geometry, offset=offset, length=length))
                 else:
                     assert self._disk is not None
-                    stores.append(self._disk.open(spec.geometry, capacity_bytes=length, item_bytes=ITEM_BYTES[spec.dtype]))
+                    stores.append(self._disk.open(spec.geometry, capacity_bytes=end - offset, item_bytes=ITEM_BYTES[spec.dtype]))
         except BaseException as error:
             for store in stores:
                 store.close()
@@ -336,3 +336,8 @@ class TierCache:
 def _most_slots(size: int) -> int:
     """Return how many slots of a tier of `size` bytes can have a generation: all of one page and more, and some smaller ones."""
     return max(size // SLOT_ALIGNMENT, min(size // 64, 1 << 16), 1)
+
+
+def _edge(size: int, fraction: float) -> int:
+    """Return the byte of a tier of `size` bytes at which a share ends: the whole tier's end, or the page boundary before."""
+    return size if fraction > 1 - 1e-9 else int(size * fraction) // SLOT_ALIGNMENT * SLOT_ALIGNMENT

@@ -62,7 +62,7 @@ class LocalKV:
         Raises InvalidTokens, and InvalidStart when the hit is not a prefix.
         """
         key = self._key(tokens)
-        if after is not None and not key.startswith(after.lease.key[: after.lease.blocks * self._desk.stride]):
+        if after is not None and not self._begins_with(key, after):
             raise InvalidStart(f"the hit's {after.tokens} tokens are not how this prompt begins", value=after.tokens)
         return Room(self._desk, self._acquire(key, after, self._desk.position(tier)))
 
@@ -115,9 +115,15 @@ class LocalKV:
 
     def _acquire(self, key: bytes, after: Hit | None, position: int) -> Callable[[], Awaitable[Reservation]]:
         def acquire() -> Awaitable[Reservation]:
-            return self._desk.acquire(key, after.lease if after is not None else None, position)
+            if after is None:
+                return self._desk.acquire(key, None, position)
+            return self._desk.acquire(key, after.lease, position, vouched=after.tokens // self.spec.block_size)
 
         return acquire
+
+    def _begins_with(self, key: bytes, hit: Hit) -> bool:
+        covered = hit.tokens // self.spec.block_size * self._desk.stride
+        return hit.lease.space is self._desk.space and key.startswith(hit.lease.key[:covered])
 
     async def _store(self, key: bytes, position: int, first: int, planes: Any) -> Stored:
         """Store the blocks of `key` from block `first` on, whose bytes `planes` begins with."""

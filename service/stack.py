@@ -34,13 +34,15 @@ from tiercache.storage.ssd import SsdStore
 from tiercache.storage.ssd_values import LmdbValues
 from tiercache.storage.traffic import Traffic
 from tiercache.storage.workers import Lane, ThreadWorkers, Workers
-from tiercache.table import rows
+from tiercache.table import NOWHERE, rows
 from tiercache.transfer import Discard, Transfer
 from tiercache.tree import path
 from tiercache.types import Tier
 
 log = logging.getLogger(__name__)
 
+_FORGETTING = 30.0
+"""Seconds that a delete waits for the disk."""
 _WRITERS = 4
 """Threads that hand writes to the store: it does one after the other, and what waits together in one transaction."""
 
@@ -140,12 +142,19 @@ class Stack:
 
     # --- beginning and end ------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Serve the tree from the metadata, at once, and compare it with the data in the background."""
-        if self._disk is None:
+    async def begin(self) -> None:
+        """Build the tree from the metadata; compare it with the data in the background. Nobody else works on the stack yet."""
+        disk = self._disk
+        if disk is None:
             return
-        strays = self._restore(self._disk)
-        self._sweeping = asyncio.get_running_loop().create_task(self._sweep(self._disk, strays), name="tiercache-sweep")
+        strays = await self._workers.run(Lane.WRITE, self._restore, disk)
+        if strays:
+            # Before the first put: their slots are free, and what is put there must not be forgotten in their stead.
+            try:
+                await self._workers.run(Lane.WRITE, disk.discard, strays)
+            except StoreError as error:  # they go when their slots are used again, or at the next start
+                log.warning("%d blocks that lead nowhere stay on disk: %s", len(strays), str(error))
+        self._sweeping = asyncio.get_running_loop().create_task(self._sweep(disk), name="tiercache-sweep")
 
     def _restore(self, disk: SsdStore) -> list[int]:
         loaded = disk.load()
@@ -167,22 +176,20 @@ class Stack:
             strays += restore(self.cache, namespace, len(stored.symbols[0]), stored, position)
         return strays
 
-    async def _sweep(self, disk: SsdStore, strays: list[int]) -> None:
+    async def _sweep(self, disk: SsdStore) -> None:
         """Delete what nothing names, and drop what metadata names and data lacks with all that follows it."""
         position = len(self.stores) - 1
         residency = self.cache.residency
         try:
-            if strays:
-                await self._workers.run(Lane.WRITE, disk.discard, strays)
             while True:
                 found = await self._workers.run(Lane.READ, disk.reconcile)
-                for slot in found.absent:
-                    [blocks] = (residency.table.slot[position] == slot).nonzero()
-                    for block in blocks.tolist():
-                        node = residency.nodes[residency.table.owner[block]]
-                        if node is not None and node.alive:
-                            self.cache.stats.failed("absent")
-                            self.cache.lose_block(node, block)
+                [blocks] = np.isin(residency.table.slot[position], found.absent).nonzero()
+                for block in blocks.tolist():
+                    owner = residency.table.owner[block]  # anew each time: what follows a block that is gone has gone with it
+                    node = residency.nodes[owner] if owner != NOWHERE else None
+                    if node is not None and node.alive:
+                        self.cache.stats.failed("absent")
+                        self.cache.lose_block(node, block)
                 self.mover.start(self.cache.moves.take_waste())
                 if found.done:
                     return
@@ -245,12 +252,13 @@ class Stack:
         return 0 if tier is None else self.cache.tiers.index(tier)
 
     def readable(self, lease: Lease) -> list[Place]:
-        """Return where the leading blocks of a lease lie in memory, up to the first that does not."""
-        table = self.cache.residency.table
+        """Return where the leading blocks of a lease lie in memory, up to the first that does not, or failed a check."""
+        residency = self.cache.residency
+        table = residency.table
         places: list[Place] = []
         for node in path(lease.node):
             tag = node.tag
-            if tag is None or tag >= self.memory:
+            if tag is None or tag >= self.memory or node in residency.doubtful:
                 break
             places.extend(
                 Place(tag, slot, int(table.checksum[block]))
@@ -263,7 +271,7 @@ class Stack:
         count = 0
         for node in path(lease.node):
             tag = node.tag
-            if tag is None or tag >= self.memory:
+            if tag is None or tag >= self.memory or node in self.cache.residency.doubtful:
                 break
             count += len(node.blocks)
         return count
@@ -275,7 +283,7 @@ class Stack:
         parts: list[Whereabouts] = []
         for node in path(lease.node):
             tag = node.tag
-            if tag is None or tag >= self.memory:
+            if tag is None or tag >= self.memory or node in self.cache.residency.doubtful:
                 break
             index = rows(node.blocks)
             slots = table.slot[tag, index]
@@ -326,7 +334,10 @@ class Stack:
         self.sweep_waste()
 
     async def forgotten(self) -> None:
-        """Wait until what has left the tree has left the durable tier, too, also where a copy was in flight."""
+        """Wait until what has left the tree has left the durable tier, too, also where a copy was in flight.
+
+        Raises StoreError when the store has not done so in time, or the cache closes first: then a restart may bring it back.
+        """
         position = len(self.stores) - 1
         self.mover.start(self.cache.moves.take_waste())
         if self._disk is None:
@@ -336,12 +347,21 @@ class Stack:
             if isinstance(work, Discard):
                 return work.position == position
             assert isinstance(work, Transfer)
-            touches = work.to == position or position in work.sources
-            return touches and any(not node.alive for node in self.cache.residency.owners(work.blocks))
+            # A copy between memories, too, keeps the record of what it moves until it has ended.
+            gone = [node for node in self.cache.residency.owners(work.blocks) if not node.alive]
+            return any(work.to == position or node.copies >> position & 1 for node in gone)
 
-        while flights := [flight for flight in self.mover.flights() if concerns(flight.work)]:
-            for flight in flights:
-                await flight.wait()
+        undone = False
+        try:
+            async with asyncio.timeout(_FORGETTING):
+                while flights := [flight for flight in self.mover.flights() if concerns(flight.work)]:
+                    for flight in flights:
+                        await flight.wait()
+                        undone = undone or flight.undone
+        except TimeoutError:
+            undone = True
+        if undone:
+            raise StoreError("it is gone from the tree, but the disk has not forgotten it: a restart may bring it back")
 
     def check(self) -> dict[str, int]:
         """Audit the books. Raises AuditFailed."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.errors import AuditFailed, Closed, InvalidTensor, TierTooSmall, Untrusted
-from tiercache.kernels.host import copy_block, copy_layer
+from tiercache.kernels.host import copy_block
 from tiercache.sizes import format_size
 from tiercache.spec import Geometry
 from tiercache.storage.checksum import verify
@@ -125,13 +125,6 @@ class HostArena(ABC):
         """
         copy_block(self.view(slot), into)
         verify(into, identity.checksum, f"copy of {self.tier} slot {slot}")
-
-    def fetch_layer(self, slot: int, layer: int, into: Planes) -> None:
-        """Copy one layer of the block in `slot` to its place in `into`, `[planes, unit_bytes]`; other layers stay as they are.
-
-        Nothing is verified, as a checksum covers a whole block: call `verify` before the first layer, while owning the slot.
-        """
-        copy_layer(self.view(slot), into, layer, self._geometry.parts)
 
     def verify(self, slot: int, identity: Identity) -> None:
         """Verify the bytes in `slot` where they lie. Raises Untrusted, reason `checksum`, if they are not what `identity` names."""

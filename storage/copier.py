@@ -31,7 +31,7 @@ class Copier(Protocol):
         ...
 
     async def layer(self, transfer: Transfer, layer: int, count: int) -> None:
-        """Copy one layer of the first `count` blocks."""
+        """Copy one layer of the first `count` blocks; the last layer checks the whole copies. Raises Untrusted."""
         ...
 
     async def blocks(self, transfer: Transfer, low: int, high: int) -> Report:
@@ -106,6 +106,8 @@ class StoreCopier:
             into = target.view(transfer.slots_to[block])
             assert source is not None and into is not None
             copy_layer(source, into, layer, target.geometry.parts)
+            if layer + 1 == target.geometry.layers:
+                verify(into, transfer.checksums[block], f"copy in {target.tier} slot {transfer.slots_to[block]}")
 
     def _blocks(self, transfer: Transfer, low: int, high: int) -> Report:
         target = self._stores[transfer.to]
@@ -116,7 +118,8 @@ class StoreCopier:
             try:
                 self._stores[transfer.sources[block]].fetch(transfer.slots_from[block], identities[block], into)
             except StoreError as error:
-                return Report(arrived=block - low, error=error, rotten=True)
+                # A read that failed may work the next time; only bytes that failed their check are given up.
+                return Report(arrived=block - low, error=error, rotten=isinstance(error, Untrusted))
         return Report(arrived=high - low)
 
     def _put(self, transfer: Transfer) -> Report:

@@ -89,7 +89,7 @@ class DataDirectory:
                 if (self.path / name).exists():
                     (target / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                     os.rename(self.path / name, target / name)
-            _sync_folder(self.path)
+            sync_folder(self.path)
         except OSError as error:
             raise _refused(self.path, error) from error
         self.aside = target
@@ -145,7 +145,7 @@ class DataDirectory:
         finally:
             os.close(descriptor)
         os.rename(draft, self.path / RECORD)
-        _sync_folder(self.path)
+        sync_folder(self.path)
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -197,7 +197,8 @@ def _boot(file: Path) -> str:
         return "unknown"
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Make the entries of the folder `path` safe from a loss of power. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -12,6 +12,7 @@ from typing import Any, Final
 import lmdb
 
 from tiercache.errors import StoreError, StoreFull
+from tiercache.storage.directory import sync_folder
 from tiercache.storage.lmdb_file import check_file
 
 PAGE: Final = min(os.sysconf("SC_PAGE_SIZE"), 32_768)
@@ -67,7 +68,7 @@ def open_environment(folder: Path, *, map_bytes: int, sync: bool, metasync: bool
         environment.reader_check()
         if fresh and sync:
             for place in (folder, *(place.parent for place in absent)):
-                _sync_folder(place)
+                sync_folder(place)
     return environment
 
 
@@ -99,6 +100,10 @@ class Headroom:
         stat = self._environment.stat()
         last = int(self._environment.info()["last_pgno"])
         return last - 1 - sum(int(stat[kind]) for kind in ("branch_pages", "leaf_pages", "overflow_pages"))
+
+    def pages_behind(self, map_bytes: int) -> int:
+        """Return how many pages of a map of `map_bytes` lie behind the last one that was ever in use."""
+        return map_bytes // PAGE - 1 - int(self._environment.info()["last_pgno"])
 
     def close(self) -> None:
         """Close the descriptor. May be called twice."""
@@ -141,14 +146,6 @@ def translated(folder: Path, *, need: int = 0) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreFull(f"{folder}: the disk is full: {error.strerror}", path=str(folder), kind="disk") from error
         raise StoreError(f"{folder}: {error}", path=str(folder), errno=error.errno) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free(folder: Path) -> int:

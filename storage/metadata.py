@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tiercache.errors import StoreError, StoreFull
 from tiercache.spec import DIGEST_BYTES, Geometry, KVSpec, Namespace
-from tiercache.storage.lmdb_env import Environment, Headroom, Transaction, file_bytes, open_environment, translated
+from tiercache.storage.lmdb_env import Environment, Headroom, Transaction, open_environment, translated
 from tiercache.types import Identity
 
 _MAP_BYTES: Final = 1 << 34
@@ -60,18 +60,6 @@ class Loaded:
 
     def __len__(self) -> int:
         return len(self.slots)
-
-    def identity(self, place: int) -> Identity:
-        """Return the identity of the block at `place`."""
-        return Identity(
-            self.namespaces[place],
-            int(self.groups[place]),
-            int(self.shards[place]),
-            self.keys[place],
-            self.parents[place],
-            self.symbols[place],
-            self.checksums[place],
-        )
 
 
 class _Space(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,11 +158,6 @@ class Metadata:
         """Make what was committed safe from a loss of power."""
         with translated(self.folder):
             self._environment.sync(True)
-
-    @property
-    def file_bytes(self) -> int:
-        """The length of the file."""
-        return file_bytes(self.folder)
 
     def close(self) -> None:
         """Close the environment. May be called twice; nothing else may be called after it."""

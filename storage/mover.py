@@ -23,12 +23,16 @@ log = logging.getLogger(__name__)
 class Flight:
     """A transfer or a discard under way. `layers[i]` is set when layer `i` of all its blocks has arrived."""
 
-    __slots__ = ("done", "layers", "report", "work")
+    __slots__ = ("done", "layers", "report", "steps", "undone", "work")
 
     def __init__(self, work: Work, layers: int) -> None:
         self.work = work
         self.done = asyncio.Event()
         self.layers = [asyncio.Event() for _ in range(layers)]
+        self.steps = 0
+        """Pieces that have arrived: who waits sees by it whether anything still moves."""
+        self.undone = False
+        """Of a discard: the records are still there, and it was given up because the cache closes."""
         self.report: Report | None = None
         """What became of it; there when `done` is set, None for a discard and for a copy that broke."""
 
@@ -135,7 +139,7 @@ class Mover:
                 ready.set()
             return report
         pieces = self._copier.chunks(transfer)
-        reports = await asyncio.gather(*(self._copier.blocks(transfer, low, high) for low, high in pieces), return_exceptions=True)
+        reports = await asyncio.gather(*(self._piece(flight, transfer, low, high) for low, high in pieces), return_exceptions=True)
         arrived = 0
         for (low, high), piece in zip(pieces, reports, strict=True):
             if isinstance(piece, BaseException):
@@ -147,17 +151,25 @@ class Mover:
                 return Report(arrived=arrived, error=piece.error, rotten=piece.rotten)
         return Report(arrived=arrived)
 
+    async def _piece(self, flight: Flight, transfer: Transfer, low: int, high: int) -> Report:
+        report = await self._copier.blocks(transfer, low, high)
+        flight.steps += 1
+        return report
+
     async def _discard(self, discard: Discard, flight: Flight) -> None:
         discard.state = State.COPYING
         while not self._closing:
             try:
                 await self._copier.discard(discard)
-                break
             except StoreError as error:
                 # The records are still there: the slots stay taken until they are not.
                 self._failed(discard, error)
                 await asyncio.sleep(self._retry)
-        self._moves.discarded(discard)
+            else:
+                self._moves.discarded(discard)
+                self._ended(flight, [])
+                return
+        flight.undone = True
         self._ended(flight, [])
 
     def _failed(self, work: Work, error: StoreError) -> None:

@@ -82,11 +82,6 @@ class SsdTier:
         """The folder that unusable files were moved to since the opening; None if there were none."""
         return self._directory.aside
 
-    @property
-    def metadata_bytes(self) -> int:
-        """The length of the metadata's file."""
-        return self._metadata.file_bytes
-
     def remember(self, namespace: Namespace, spec: KVSpec) -> bytes:
         """Write down what the namespace's digest stands for, and return the digest."""
         return self._metadata.remember(namespace, spec)
@@ -159,9 +154,10 @@ class SsdTier:
                         # All that may be in it is unnamed, and a file never shrinks: start afresh.
                         (here / DATA_FILE).unlink(missing_ok=True)
                     if charge in sizes:
-                        # Two maps start with a part of the rest each and grow on demand: their sum never passes the limit.
+                        # Two maps start with little of the rest and grow on demand: their sum never passes the limit, and a
+                        # map that is never used takes little of the 15 % that the other needs.
                         rest = layout.limit - sum(file_bytes(folder / other) for other in _FOLDERS.values())
-                        map_bytes = layout.limit if len(sizes) == 1 else file_bytes(here) + max(rest // 4, _FIRST_PAGES * PAGE)
+                        map_bytes = layout.limit if len(sizes) == 1 else file_bytes(here) + max(rest // 16, _FIRST_PAGES * PAGE)
                         opened[charge] = self._values(here, value_bytes=sizes[charge], map_bytes=map_bytes, sync=self._sync)
         except BaseException:
             for values in opened.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +19,17 @@ from tiercache.types import Identity
 
 
 class Staged(NamedTuple):
-    """A block whose record is ready to be written: where to, at what charge."""
+    """A block whose record is ready to be written: where to, at what charge. `raw` is the record that needs no packing."""
 
     slot: int
     identity: Identity
     charge: int
     write: Write
+    raw: Write
+
+    def unpacked(self) -> Self:
+        """Return the same block as a raw record, which it may be already."""
+        return self._replace(charge=FULL_CHARGE, write=self.raw)
 
 
 class Records:
@@ -57,14 +62,16 @@ class Records:
         block = buffer[start : start + self._block_bytes]
         np.copyto(block.reshape(self._shape), put.source)
         verify(block.reshape(self._shape), identity.checksum, f"source of SSD slot {put.slot}")
-        packed = self._pack(identity, block) if self._layout.packs else None
-        key, member = divmod(put.slot, self._layout.group)
-        if packed is not None:
-            return Staged(put.slot, identity, PACKED_CHARGE, Write(key, 0, packed))
         header = self._format.encode(identity, Payload(Encoding.RAW, 1, self._block_bytes))
         buffer[:start] = np.frombuffer(header, np.uint8)
         buffer[start + self._block_bytes :] = 0
-        return Staged(put.slot, identity, FULL_CHARGE, Write(key, member * self._layout.record, buffer.data))
+        key, member = divmod(put.slot, self._layout.group)
+        raw = Write(key, member * self._layout.record, buffer.data)
+        packed = self._pack(identity, block) if self._layout.packs else None
+        if packed is None:
+            return Staged(put.slot, identity, FULL_CHARGE, raw, raw)
+        # The raw record lies in the buffer anyway: to keep it costs a header.
+        return Staged(put.slot, identity, PACKED_CHARGE, Write(key, 0, packed), raw)
 
     def fetch(self, values: LmdbValues, slot: int, identity: Identity, into: Planes) -> None:
         """Copy the block in `slot` of `values` into `into`, `[planes, unit_bytes]`, and verify it.

@@ -122,8 +122,11 @@ class LmdbValues:
 
     def can_reuse(self, writes: Sequence[Write]) -> bool:
         """Return whether the file has free pages for `writes`; LMDB may take fresh ones all the same."""
-        count = len({write.key for write in writes})
-        return self._headroom.free_pages() >= count * whole_pages(self.value_bytes + PAGE_HEAD) // PAGE
+        return self._pages(writes) <= self._headroom.free_pages()
+
+    def has_room(self, writes: Sequence[Write]) -> bool:
+        """Return whether the map has pages for `writes`; some may not be reusable yet."""
+        return self._pages(writes) <= self._headroom.free_pages() + self._headroom.pages_behind(self.map_bytes)
 
     def sync(self) -> None:
         """Make what was committed safe from a loss of power."""
@@ -177,6 +180,9 @@ class LmdbValues:
         if self._environment is None:
             raise Closed(f"the SSD store in {self.folder} is closed")
         return self._environment
+
+    def _pages(self, writes: Sequence[Write]) -> int:
+        return len({write.key for write in writes}) * whole_pages(self.value_bytes + PAGE_HEAD) // PAGE
 
     def _value(self, old: bytes | None) -> bytearray:
         # A value of another length is no record of ours; what its members claimed is gone with it.

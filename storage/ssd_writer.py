@@ -75,7 +75,9 @@ class SsdWriter:
     """Writes to the data environments, by charge, and to `rows`. Thread-safe.
 
     `loaded` is what metadata names at the start. `limit` of the layout is what the files may occupy together: the maps of
-    both never add up to more, so that LMDB itself refuses to grow a file beyond it.
+    both never add up to more, so that LMDB itself refuses to grow a file beyond it. They never shrink either: packed records
+    that find no room are stored raw, at full charge, in what the packed map left of the limit. A raw record that finds none is
+    refused.
     """
 
     def __init__(
@@ -228,14 +230,20 @@ class SsdWriter:
     def _store_values(self, jobs: Sequence[_Job]) -> None:
         """Commit the records of `jobs`, and note in their calls what became of each."""
         failures: dict[int, StoreError] = {}
-        for charge, values in self._values.items():
+        for charge in (PACKED_CHARGE, FULL_CHARGE):  # in this order: what finds no room packed is stored raw
             writes = [item.write for job in jobs for item in job.staged if item.charge == charge]
             try:
                 if writes:
-                    self._commit(values, writes)
+                    self._commit(charge, writes)
             except StoreError as error:
-                failures[charge] = error
+                if charge == PACKED_CHARGE and isinstance(error, StoreFull):
+                    for job in jobs:
+                        job.staged = [item.unpacked() for item in job.staged]
+                else:
+                    failures[charge] = error
         if failures and len(jobs) > 1:  # one caller's failure is not the others': each by itself
+            for item in (item for job in jobs for item in job.staged if item.charge not in failures):
+                self._stray(item.slot, item.charge)  # until it is written again, which may fail this time
             for job in jobs:
                 self._store_values([job])
             return
@@ -323,16 +331,23 @@ class SsdWriter:
                     strays.difference_update(keys)
                     self._swept += len(keys)
 
-    def _commit(self, values: LmdbValues, writes: Sequence[Write]) -> None:
+    def _commit(self, charge: int, writes: Sequence[Write]) -> None:
         """Commit `writes`. With the map full let it grow, if the limit allows; else make room, once; then it is StoreFull.
 
         Pages that the last transaction freed are no room yet: one more must be committed before they are.
         """
+        values = self._values[charge]
+        # Maps never shrink, so raw records may leave packed ones none for good: that is seen here, not by trying each time.
+        while charge == PACKED_CHARGE and not values.has_room(writes):
+            if not self._grow(values):
+                raise StoreFull(f"{values.folder}: the map is full and can't grow", path=str(values.folder), kind="map")
         retried = False
         while True:
             try:
                 with translated(values.folder, need=sum(len(write.data) for write in writes)):
                     values.commit(writes)
+                # No stray any more: the sweep of a later commit of this round, before it is pending, must not take it.
+                self._strays[charge].difference_update(write.key for write in writes)
                 return
             except StoreFull as full:
                 kind = full.fields.get("kind")
@@ -360,8 +375,7 @@ class SsdWriter:
                 values.sync()
 
     def _size(self, job: _Job) -> int:
-        pages = {FULL_CHARGE: self._layout.raw_pages, PACKED_CHARGE: self._layout.packed_pages}
-        return sum(pages[item.charge] for item in job.staged) * PAGE // self._layout.group
+        return len(job.staged) * self._layout.raw_pages * PAGE // self._layout.group  # raw is what any of it may become
 
     def _require_open(self) -> None:
         if self._closed:

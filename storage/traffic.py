@@ -159,7 +159,23 @@ class Traffic:
             promotion.done.set()
         else:
             self._spawn(self._lift_all(lease, promotion), "promote")
+            self._spawn(self._watch(promotion), "watch")
         return promotion
+
+    async def _watch(self, promotion: Promotion) -> None:
+        """Let readers have what is there when nothing more has come for a while: a disk that hangs is not waited for."""
+        seen = -1
+        while not promotion.readable.is_set():
+            steps = len(promotion.flights) + sum(flight.steps for flight in promotion.flights)
+            if steps == seen:
+                promotion.readable.set()
+                return
+            seen = steps
+            try:
+                async with asyncio.timeout(self._promote + _COPY_PATIENCE):
+                    await promotion.readable.wait()
+            except TimeoutError:
+                continue
 
     async def _lift_all(self, lease: Lease, promotion: Promotion) -> None:
         lowest = len(self._cache.tiers) - 1
@@ -289,11 +305,14 @@ class Traffic:
         deadline = self._clock.now() + seconds
         waiting = [node for node in cache.residency.nodes if node is not None and node.alive and not node.copies >> position & 1]
         waiting.sort(key=lambda node: -node.used)
+        refused = False
         for node in waiting:
             while node.alive and not node.copies >> position & 1 and self._clock.now() < deadline:
                 transfer = cache.moves.plan_persist(node, position)
                 if transfer is None:
-                    flights = self._mover.start(cache.moves.make_room(position, 1, spare=False))
+                    coldest = next(cache.residency.payers.victims(position), None)
+                    worth = coldest is not None and coldest.used < node.used
+                    flights = self._mover.start(cache.moves.make_room(position, 1, spare=False)) if worth else []
                     if not flights and not self._mover.busy:
                         break
                     if not await self._mover.change(deadline - self._clock.now()):
@@ -306,7 +325,10 @@ class Traffic:
                 except TimeoutError:
                     break
                 if report is None or report.error is not None:
+                    refused = not (report is not None and report.rotten)
                     break
+            if refused:
+                break
         return sum(
             len(node.blocks)
             for node in cache.residency.nodes

@@ -6,12 +6,15 @@ import asyncio
 import enum
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from tiercache.errors import Closed
 
 T = TypeVar("T")
+_PATIENCE = 1.0
+"""Seconds that closing gives all threads together to end their present call."""
 _Job = tuple[Callable[..., Any], tuple[Any, ...], "asyncio.Future[Any]", asyncio.AbstractEventLoop]
 
 
@@ -73,8 +76,10 @@ class ThreadWorkers:
         self._closed = True
         for lane, _ in self._threads:
             self._queues[lane].put(None)
+        deadline = time.monotonic() + _PATIENCE
         for _, thread in self._threads:
-            thread.join(timeout=1.0)  # a stuck call keeps its daemon thread; the process may end all the same
+            # A stuck call keeps its daemon thread; the process may end all the same.
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
     @staticmethod
     def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:

@@ -83,6 +83,10 @@ def _check_claims(cache: Cache, nodes: list[Node], faults: list[str]) -> None:
         for position, blocks in enumerate(session.leased):
             if blocks != leased[session.number, position] or blocks < 0:
                 faults.append(f"session {session.number} is charged {blocks} blocks at {position}")
+    for position in range(len(cache.tiers)):
+        held = sum(len(node.blocks) for node in cache.residency.nodes if node is not None and node.holds and node.tag == position)
+        if held != cache.residency.held[position]:
+            faults.append(f"{held} blocks of {cache.tiers[position]} are leased, the books say {cache.residency.held[position]}")
     moves: Counter[int] = Counter()
     for work in cache.moves.flying.values():
         if isinstance(work, Transfer):

@@ -144,8 +144,13 @@ class Cache:
         return found
 
     def allowance(self, session: Session, position: int) -> int:
-        """Return how many more blocks of the tier the session may lease."""
-        return max(0, self._limits[position] - session.leased[position])
+        """Return how many more blocks of the tier the session may lease.
+
+        Its leases count a block once each, but where it is the only one that leases from the tier, a block counts once: many
+        requests with one long prefix do not use the share up.
+        """
+        counted = self.residency.held[position] if self._is_alone(session, position) else session.leased[position]
+        return max(0, self._limits[position] - counted)
 
     def charge(self, lease: Lease) -> None:
         """Charge the lease for the tiers that its blocks are in now, after a promotion."""
@@ -170,7 +175,7 @@ class Cache:
                 node = self.residency.split(node, part)
             at += more * stride
         else:  # it left the tree, and what followed it is gone: the lease keeps its own path and no more
-            node = after.node
+            node, at = after.node, min(at, len(key) - len(key) % stride)
         lease = self._lease(session, space, node, key, at // stride, charged=False)
         rest = key[at : len(key) - len(key) % stride]
         reservation = Reservation(lease=lease, key=rest, blocks=self.residency.table.allocate(0), places=[], present=at // stride)
@@ -288,14 +293,18 @@ class Cache:
         return removed
 
     def distrust(self, lease: Lease, block: int) -> None:
-        """Remove block number `block` of a lease, and what follows it, because its bytes failed a check."""
+        """Remove block number `block` of a lease, and what follows it, because its bytes failed a check.
+
+        Does nothing once the lease has ended: then the slots may have been another block's when they were looked at.
+        """
+        if lease.released:
+            return
         nodes = path(lease.node)
         for node in nodes:
             if block < len(node.blocks):
-                if node.alive:
-                    if block:
-                        self.residency.split(node, block)  # the old object is the tail
-                    self.residency.remove(node, Reason.UNTRUSTED)
+                if block:
+                    self.residency.split(node, block)  # the old object is the tail
+                self.residency.distrust(node)
                 return
             block -= len(node.blocks)
 
@@ -337,6 +346,10 @@ class Cache:
         for step in path(node):
             tag = step.tag
             assert tag is not None
+            if step.holds and self._is_alone(session, tag):  # its own: nothing more is taken
+                kept += len(step.blocks)
+                last = step
+                continue
             fits = min(len(step.blocks), room[tag])
             if fits < len(step.blocks):
                 self.stats.clipped(total - kept - fits)
@@ -345,6 +358,9 @@ class Cache:
             kept += fits
             last = step
         return node, total
+
+    def _is_alone(self, session: Session, position: int) -> bool:
+        return not any(other.leased[position] for other in self.sessions if other is not session)
 
     def _take_places(self, reservation: Reservation, count: int, position: int) -> None:
         residency = self.residency

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from tiercache.errors import InvalidInput
 
+MOST_SECONDS = 10.0**9
+"""Some thirty years: what a timer can be set to."""
+
 
 def integer(value: object, low: int, high: int, name: str, error: type[InvalidInput] = InvalidInput) -> int:
     """Return `value` if it is an integer (and no bool) from `low` to `high`; raise `error`, naming all three, if not."""
@@ -13,8 +16,8 @@ def integer(value: object, low: int, high: int, name: str, error: type[InvalidIn
 
 
 def seconds(value: object, name: str) -> float:
-    """Return `value` if it is a number (and no bool) of seconds from 0 on, and finite; raise InvalidInput, naming it, if not."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    """Return `value` if it is a number (and no bool) of seconds from 0 to MOST_SECONDS; raise InvalidInput, naming it, if not."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_SECONDS:
         raise InvalidInput(f"{name} must be a number of seconds from 0 on, not {value!r}", field=name, value=value)
     return float(value)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import typing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -17,6 +20,9 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     tier: str
     capacity: str | int
+
+    def __post_init__(self) -> None:
+        _check_types(self, "tiers: ")
 
     @property
     def place(self) -> Tier:
@@ -34,6 +40,9 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     block_bytes: int
     fraction: float
+
+    def __post_init__(self) -> None:
+        _check_types(self, "shares: ")
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,7 +76,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     codec: str = "raw"
     """How blocks lie on SSD: `raw`, or `zstd` (lossless, worth it for 16-bit types)."""
     admit_ms: int = 500
-    """How long an insert waits for room."""
+    """How long a writer waits for what its blocks follow and for room, together; then nothing waits for a disk."""
     promote_ms: int = 2000
     """How long a promotion waits for room."""
     watermark_low: float = 0.02
@@ -100,6 +109,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What the daemon allows at once."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check(self)
 
     @classmethod
@@ -120,7 +130,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def of(
         cls, *, hbm: str | int | None = None, dram: str | int | None = None, ssd: str | int | None = None, **fields: object
     ) -> Config:
-        """Return a configuration with the named tiers; a tier that is None is left out."""
+        """Return a configuration with the named tiers; a tier that is None is left out.
+
+        Raises InvalidConfig, naming the key, for a key that does not exist or a value that cannot be.
+        """
+        for name in fields:
+            if name not in cls.__struct_fields__ or name == "tiers":
+                known = ", ".join(field for field in cls.__struct_fields__ if field != "tiers")
+                raise InvalidConfig(f"{name}: there is no such key; there are hbm, dram, ssd, {known}", field=name)
         sizes = {"HBM": hbm, "DRAM": dram, "SSD": ssd}
         tiers = tuple(TierConfig(tier=name, capacity=size) for name, size in sizes.items() if size is not None)
         return cls(tiers=tiers, **fields)  # type: ignore[arg-type]
@@ -132,6 +149,27 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return Path(self.directory).expanduser()
         home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
         return Path(home).expanduser() / "tiercache"
+
+
+def _check_types(struct: msgspec.Struct, where: str = "") -> None:
+    """Raise InvalidConfig, naming key and value, for a field of another type than it is declared with.
+
+    msgspec checks what it decodes, but not what is handed to a struct's constructor.
+    """
+    for name, kind in _types(type(struct)).items():
+        value = getattr(struct, name)
+        try:
+            # What is only like the declared type (a list, a table in place of a TierConfig) comes back as something else.
+            same = msgspec.convert(value, kind) == value
+        except msgspec.ValidationError as error:
+            raise InvalidConfig(f"{where}{name}: {value!r} cannot be: {error}", field=name, value=value) from error
+        if not same:
+            raise InvalidConfig(f"{where}{name}: {value!r} is no {getattr(kind, '__name__', kind)}", field=name, value=value)
+
+
+@functools.cache
+def _types(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def _check(config: Config) -> None:
@@ -147,8 +185,10 @@ def _check(config: Config) -> None:
             f"tiers: must be listed fastest first and once each, not {', '.join(names)}", field="tiers", value=names
         )
     for tier in config.tiers:
-        parse_size(tier.capacity)
-    parse_size(config.batch_bytes)
+        _check_size(f"tiers: capacity of {tier.tier}", "capacity", tier.capacity)
+    _check_size("batch_bytes", "batch_bytes", config.batch_bytes)
+    if config.directory is not None and "\0" in config.directory:
+        raise InvalidConfig(f"directory: {config.directory!r} is no path", field="directory", value=config.directory)
     if config.device != "cpu":
         raise InvalidConfig(
             f"device: {config.device!r} is not available in this version; use 'cpu'", field="device", value=config.device
@@ -207,3 +247,10 @@ def _check_daemon(config: Config) -> None:
             )
     for name in ("prompt_bytes", "queued_bytes"):
         parse_size(getattr(config.limits, name))
+
+
+def _check_size(where: str, name: str, value: str | int) -> None:
+    try:
+        parse_size(value)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{where}: {error}", field=name, value=value) from error

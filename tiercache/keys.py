@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,37 +32,26 @@ def sha256(data: bytes) -> bytes:
 def pack_tokens(tokens: Any, *, limit: int) -> bytes:
     """Return `tokens` as little-endian 32-bit integers, one after the other.
 
-    `tokens` is a sequence or a one-dimensional integer array (numpy, torch) of ids from 0 to 2**31 - 1, at most `limit` of
-    them. Values are checked before they are narrowed, so 2**32 + 5 is refused and never acts as 5.
+    `tokens` is a sequence, an iterator or a one-dimensional integer array (numpy, torch) of ids from 0 to 2**31 - 1, at most
+    `limit` of them. Sets and mappings are refused: their order says nothing. Values are checked before they are narrowed, so
+    2**32 + 5 is refused and never acts as 5.
 
-    Raises InvalidTokens, naming the position and the value of the first id that is none.
+    Raises InvalidTokens, naming what came in place of a sequence, or the position and the value of the first id that is none.
     """
-    if isinstance(tokens, (str, bytes, bytearray)) or tokens is None:
-        raise InvalidTokens(f"token ids must be a sequence of integers, not {type(tokens).__name__}", value=type(tokens).__name__)
     if isinstance(tokens, (list, tuple)):
         _check_length(len(tokens), limit)
         return _pack_sequence(tokens)
-    if hasattr(tokens, "detach"):  # a torch tensor, without importing torch
-        tokens = tokens.detach().cpu().numpy()
+    if isinstance(tokens, array):
+        return _pack_array(np.array(tokens), limit)
     if hasattr(tokens, "__array__"):
-        ids = np.asarray(tokens)
-    elif isinstance(tokens, array):
-        ids = np.frombuffer(tokens, dtype=tokens.typecode) if len(tokens) else np.empty(0, dtype=np.int32)
-    elif isinstance(tokens, Iterable):
-        listed = list(tokens)
-        _check_length(len(listed), limit)
-        return _pack_sequence(listed)
-    else:
+        return _pack_array(_as_array(tokens), limit)
+    if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not isinstance(tokens, (Sequence, Iterator)):
         raise InvalidTokens(f"token ids must be a sequence of integers, not {type(tokens).__name__}", value=type(tokens).__name__)
-    if ids.ndim != 1:
-        raise InvalidTokens(f"token ids must have one dimension, not shape {ids.shape}", value=ids.shape)
-    _check_length(ids.size, limit)
-    if ids.dtype.kind not in "iu":
-        raise InvalidTokens(f"token ids must be integers, not {ids.dtype}", value=str(ids.dtype))
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN):
-        place = int(np.argmax((ids < 0) | (ids > MAX_TOKEN)))
-        raise _not_a_token(place, int(ids[place]))
-    return np.ascontiguousarray(ids, dtype="<i4").tobytes()
+    if isinstance(tokens, Sequence):
+        _check_length(len(tokens), limit)
+    listed = list(tokens)
+    _check_length(len(listed), limit)
+    return _pack_sequence(listed)
 
 
 def unpack_tokens(key: bytes) -> list[int]:
@@ -89,6 +78,31 @@ def block_keys(namespace: bytes, parent: bytes, key: bytes, stride: int, digest:
 def _check_length(count: int, limit: int) -> None:
     if count > limit:
         raise InvalidTokens(f"{count} token ids; the limit is {limit}", value=count, limit=limit)
+
+
+def _as_array(tokens: Any) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return what numpy makes of an array of any library; of a torch tensor, too, without importing torch."""
+    came = f"{type(tokens).__name__} of {getattr(tokens, 'dtype', 'no dtype')}"
+    try:
+        if hasattr(tokens, "detach"):
+            place = ", ".join(str(getattr(tokens, name)) for name in ("layout", "device") if hasattr(tokens, name))
+            came = f"{came} ({place})"
+            tokens = tokens.detach().cpu()
+        return np.asarray(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:  # no values (meta), no such type in numpy (bfloat16), sparse
+        raise InvalidTokens(f"token ids must be a one-dimensional array of integers, not {came}: {error}", value=came) from error
+
+
+def _pack_array(ids: np.ndarray[Any, np.dtype[Any]], limit: int) -> bytes:
+    if ids.ndim != 1:
+        raise InvalidTokens(f"token ids must have one dimension, not shape {ids.shape}", value=ids.shape)
+    _check_length(ids.size, limit)
+    if ids.dtype.kind not in "iu":
+        raise InvalidTokens(f"token ids must be integers, not {ids.dtype}", value=str(ids.dtype))
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN):
+        place = int(np.argmax((ids < 0) | (ids > MAX_TOKEN)))
+        raise _not_a_token(place, int(ids[place]))
+    return np.ascontiguousarray(ids, dtype="<i4").tobytes()
 
 
 def _pack_sequence(tokens: Sequence[Any]) -> bytes:

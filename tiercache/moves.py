@@ -26,7 +26,9 @@ from tiercache.tree import BLOCK_IDS, Node, ancestry
 
 Work = Transfer | Discard
 _TRIES = 32
-"""Victims in a row that could not be moved before a call for room gives up."""
+"""Victims that could not be moved before a call for room gives up."""
+_AHEAD = 8
+"""For how many of these a victim counts of whose way only a part could be written to a durable tier."""
 
 
 class Moves:
@@ -80,7 +82,7 @@ class Moves:
                 self._collect_waste(position, work)
             elif residency.has_place_below(node, position):
                 residency.lose(self._tail(node, lack), position, Reason.DEMOTE)
-            elif dry or not self._plan_down(node, position, position + 1, lack, work, drop=drop):
+            elif (planned := None if dry else self._plan_down(node, position, position + 1, lack, work, drop=drop)) is None:
                 # Once the tier below has nothing to give, nobody is to ask it again for each of many victims.
                 dry = dry or not residency.slots[position + 1].free
                 # What makes room below may have taken the node itself.
@@ -88,6 +90,8 @@ class Moves:
                     residency.remove(self._tail(node, lack), Reason.DROP)
                 else:
                     stuck += 1
+            elif not planned.drop_count:
+                stuck += _AHEAD  # it will free nothing yet; not every long chain is to be written ahead for one slot
         if lasting and spare:
             self._drop_spare(position, want, drop=drop)
         work.extend(self.take_waste())
@@ -118,40 +122,43 @@ class Moves:
         for node in passed:
             spare[node] = None
 
-    def _plan_down(self, node: Node, position: int, below: int, lack: int, work: list[Work], *, drop: bool) -> bool:
-        """Plan to move up to `lack` blocks, `node`'s and those above it, into the tier below; return whether any were planned."""
+    def _plan_down(self, node: Node, position: int, below: int, lack: int, work: list[Work], *, drop: bool) -> Transfer | None:
+        """Plan to move up to `lack` blocks, `node`'s and those above it, into the tier below; return the move, if any.
+
+        Where a durable tier must be given more first than one transfer takes, the move copies only, and frees nothing.
+        """
         residency, pool = self.residency, self.residency.slots[below]
         if below in self.refusing or (drop and residency.durable[below]):
-            return False
+            return None
         if not residency.durable[below]:
             need = min(lack, sum(len(other.blocks) for other in self._run(node, position, below, lack)))
             if pool.free < need:
                 work.extend(self.make_room(below, need, drop=drop))
             if pool.free == 0 or not residency.is_free_to_lose(node, position):
-                return False
+                return None
             run = self._cut(self._run(node, position, below, lack), min(lack, pool.free))
             count = sum(len(other.blocks) for other in run)
-            work.append(self._begin(run, below, Reason.DEMOTE, drop_from=position, drop_count=count))
-            return True
+            work.append(moved := self._begin(run, below, Reason.DEMOTE, drop_from=position, drop_count=count))
+            return moved
         # A durable tier is closed itself: what it lacks of the way to the tail goes with it, root first, as clean copies.
         chain = self._missing(node, below)
         need = sum(len(other.blocks) for other in chain)
         if not chain or not self._continues(chain[0], below):
-            return False  # the part before is on its way; its blocks commit first
+            return None  # the part before is on its way; its blocks commit first
         if pool.free < need:
             work.extend(self.make_room(below, need, drop=drop))
             chain = self._missing(node, below)
         fits = min(pool.free, self._batch)
         if fits == 0 or not node.alive or not chain or not self._continues(chain[0], below):
-            return False
+            return None
         if need > fits:
-            work.append(self._begin(self._leading(chain, fits), below, Reason.COPY))
-            return True
+            work.append(ahead := self._begin(self._leading(chain, fits), below, Reason.COPY))
+            return ahead
         run = self._cut(self._run(node, position, below, lack), lack)
         count = sum(len(other.blocks) for other in run)
         chain = self._missing(node, below)  # anew: the run was cut
-        work.append(self._begin(chain, below, Reason.DEMOTE, drop_from=position, drop_count=count))
-        return True
+        work.append(moved := self._begin(chain, below, Reason.DEMOTE, drop_from=position, drop_count=count))
+        return moved
 
     def _run(self, node: Node, position: int, below: int, lack: int) -> list[Node]:
         """Return the nodes, root first, that leave the tier in one move with its leaf `node`, as far as `lack` asks for them.
@@ -376,8 +383,8 @@ class Moves:
         self._drop_upper(transfer, done, failed)
         if transfer.reason is Reason.PROMOTE and done:
             residency.touch(done[-1])
-        if report.rotten and committed == report.arrived and failed and failed[0].alive:
-            residency.remove(failed[0], Reason.UNTRUSTED)
+        if report.rotten and committed == report.arrived and failed:
+            residency.distrust(failed[0])
         return self.take_waste()
 
     def _parent_is_there(self, node: Node, to: int, done: Sequence[Node]) -> bool:

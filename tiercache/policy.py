@@ -138,8 +138,9 @@ class _Ring:
 class Payers:
     """Chooses the namespace that gives up a node next: the one whose first victim was used longest ago.
 
-    A heap of (stamp, number, policy) a tier, corrected lazily: stamps only grow, so an entry that is out of date is too small,
-    comes up early, and is put back with its present stamp.
+    A heap of (stamp, number, policy) a tier, corrected lazily: use makes stamps grow, so an entry that is out of date is mostly
+    too small, comes up early, and is put back with its present stamp. (A node that came down from above keeps its old stamp:
+    then the entry is too large, and its namespace pays a little late.)
     """
 
     def __init__(self, tiers: int) -> None:
@@ -169,7 +170,7 @@ class Payers:
                     if now is None:
                         heapq.heappop(heap)
                         listed.discard(number)
-                    elif now > stamp:
+                    elif now != stamp:
                         heapq.heapreplace(heap, (now, number, policy))
                     else:
                         begun.append(heapq.heappop(heap))

@@ -59,6 +59,10 @@ class Residency:
         self.listeners: list[Callable[[Change], None]] = []
         self.buried_held = 0
         """Nodes that left the tree while a lease or a transfer held them and that still hold slots."""
+        self.doubtful: set[Node] = set()
+        """Those of them whose bytes failed a check: a lease's readers stop before them."""
+        self.held = [0] * len(tiers)
+        """Blocks under a lease, each once, by the position of their fastest tier."""
         self._policy = policy
         self._numbers: list[int] = []
         self._stamp = 0
@@ -85,6 +89,7 @@ class Residency:
         self._register(node)
         node.holds = 1
         node.copies = 1 << position
+        self.held[position] += len(blocks)
         self.table.slot[position, rows(blocks)] = slots
         self.slots[position].own(slots)
         parent.space.tree.attach(node)
@@ -102,6 +107,8 @@ class Residency:
             node.space.policy.split(head, node, tag)
         if not node.alive and (node.holds or node.moves):
             self.buried_held += 1
+            if node in self.doubtful:
+                self.doubtful.add(head)
         self._refresh(head)
         self._refresh(node)
         return head
@@ -128,12 +135,21 @@ class Residency:
             else:
                 self._bury(node)
 
+    def distrust(self, node: Node) -> None:
+        """Take `node`, whose bytes failed a check, and what follows it out of the tree and out of every lease's reach."""
+        if node.alive:
+            self.remove(node, Reason.UNTRUSTED)
+        if node.holds:
+            self.doubtful.add(node)
+
     # --- leases and transfers -------------------------------------------------------------------------------------------
 
     def hold(self, nodes: Iterable[Node]) -> None:
         """Count one more lease on each of `nodes`."""
         for node in nodes:
             node.holds += 1
+            if node.holds == 1:
+                self._count_held(node, 1)
             if node.holds == 1 and node.alive:
                 if node.newer is not None:
                     tag = node.tag
@@ -153,6 +169,8 @@ class Residency:
             if node is stop:
                 return
             assert node.holds > 0
+            if node.holds == 1:
+                self._count_held(node, -1)
             node.holds -= 1
             if node.holds == 0:
                 node.used = stamp
@@ -194,10 +212,12 @@ class Residency:
         """The node has a copy in `slots` of the tier from now on; a transfer brought it."""
         assert node.alive and node.arriving >> position & 1
         before = node.tag
+        self._count_held(node, -1)
         self.table.slot[position, rows(node.blocks)] = slots
         self.slots[position].own(slots)
         node.arriving &= ~(1 << position)
         node.copies |= 1 << position
+        self._count_held(node, 1)
         self._retag(node, before)
         self.announce(node, before, reason if node.tag != before else Reason.COPY)
 
@@ -241,6 +261,7 @@ class Residency:
         """Offer a node that recovery planted; the order of calls is the order of recency."""
         self._stamp += 1
         node.used = self._stamp
+        self._count_held(node, -1)
         node.holds = 0
         self._offer(node)
 
@@ -290,6 +311,7 @@ class Residency:
             if node.copies >> position & 1:
                 self._clear_slots(node, position)
         node.copies = 0
+        self.doubtful.discard(node)
         self.table.free(node.blocks)
         self.nodes[node.number] = None
         self._numbers.append(node.number)
@@ -301,10 +323,17 @@ class Residency:
         """
         if node.moves:
             return  # a transfer may be reading it; `end_move` comes back here
+        self._count_held(node, -1)
         for position, durable in enumerate(self.durable):
             if durable and node.copies >> position & 1:
                 node.copies &= ~(1 << position)
                 self._clear_slots(node, position)
+        self._count_held(node, 1)
+
+    def _count_held(self, node: Node, step: int) -> None:
+        """Count the node's blocks in (1) or out (-1) where its tag says, if a lease holds it."""
+        if node.holds and node.copies:
+            self.held[(node.copies & -node.copies).bit_length() - 1] += step * len(node.blocks)
 
     def _clear_slots(self, node: Node, position: int) -> None:
         freed = self.table.slots(node.blocks, position)

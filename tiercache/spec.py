@@ -104,24 +104,26 @@ class KVSpec:
         """Return the layout that a Hugging Face `config` describes.
 
         `dtype` overrides the configuration's own. Raises UnsupportedSpec, with the kind by name, for attention that this
-        version does not store (sliding windows, state-space layers, cross attention), InvalidSpec when a number is missing.
+        version does not store (windows, chunks, state-space layers, cross attention, attention in both directions) and for
+        layers of several shapes, InvalidSpec when a number is missing.
         """
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        _refuse_other_attention(config)
+        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         _refuse_other_attention(text)
-        name = str(dtype or getattr(text, "dtype", None) or getattr(text, "torch_dtype", None) or "float32")
+        kinds = (dtype, *(_field(owner, name) for owner in (text, config) for name in ("dtype", "torch_dtype")))
+        name = str(next((kind for kind in kinds if kind is not None), "float32")).removeprefix("torch.")
         layers = _number(text, "num_hidden_layers")
-        rank = getattr(text, "kv_lora_rank", None)
+        rank = _field(text, "kv_lora_rank")
         if rank is not None:
-            width = int(rank) + _number(text, "qk_rope_head_dim")
-            return cls(
-                layers=layers, kv_heads=1, head_dim=width, dtype=name.removeprefix("torch."), block_size=block_size, latent=True
-            )
+            width = _number(text, "kv_lora_rank") + _number(text, "qk_rope_head_dim")
+            return cls(layers=layers, kv_heads=1, head_dim=width, dtype=name, block_size=block_size, latent=True)
         heads = _number(text, "num_attention_heads")
-        head_dim = getattr(text, "head_dim", None) or _number(text, "hidden_size") // heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        return cls(
-            layers=layers, kv_heads=int(kv_heads), head_dim=int(head_dim), dtype=name.removeprefix("torch."), block_size=block_size
-        )
+        head_dim = _number(text, "head_dim") if _field(text, "head_dim") else _number(text, "hidden_size") // heads
+        if _field(text, "v_head_dim") not in (None, head_dim):
+            raise UnsupportedSpec(
+                f"K of head_dim={head_dim} with V of v_head_dim={text.v_head_dim} is not stored", kinds=["v_head_dim"]
+            )
+        return cls(layers=layers, kv_heads=_kv_heads(text, heads), head_dim=head_dim, dtype=name, block_size=block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,27 +172,100 @@ class Namespace:
         return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
 
+def _field(config: Any, name: str, otherwise: Any = None) -> Any:
+    try:
+        return getattr(config, name, otherwise)
+    except RuntimeError as error:  # transformers: a field of which each layer has a value of its own
+        raise UnsupportedSpec(f"{name} differs from layer to layer; layers of one shape are stored", kinds=[name]) from error
+
+
 def _number(config: Any, name: str) -> int:
-    value = getattr(config, name, None)
+    value = _field(config, name)
     if value is None:
         raise InvalidSpec(f"the model's configuration has no {name}", field=name)
-    return int(value)
+    if isinstance(value, list | tuple | dict):
+        raise UnsupportedSpec(f"{name} differs from layer to layer; layers of one shape are stored", kinds=[name])
+    return integer(value, 1, MAX_DIMENSION, name, InvalidSpec)
+
+
+def _kv_heads(config: Any, heads: int) -> int:
+    """Return how many heads of K and V `config` names; without a word of its own, as many as there are heads."""
+    # Falcon: `multi_query` is one head, unless the newer architecture makes it groups, which num_kv_heads counts. The number
+    # stands there in any case, and means nothing for the older one.
+    if _field(config, "multi_query") and not _field(config, "new_decoder_architecture"):
+        return 1
+    names = ("num_kv_heads", "num_key_value_heads")
+    return next((_number(config, name) for name in names if _field(config, name) is not None), heads)
+
+
+_FULL = frozenset({"full_attention", "attention", "global"})
+
+_OTHER_FIELDS = {
+    "attention_chunk_size": "chunked_attention",
+    "attention_window_size": "sliding_attention",
+    "attn_layers": "local_and_lsh_attention",
+    "index_head_dim": "indexed_attention",
+    "index_topk": "indexed_attention",
+    "num_kv_shared_layers": "shared_kv",
+    "use_bidirectional_attention": "bidirectional_attention",
+    "add_cross_attention": "cross_attention",
+    "cross_attention_layers": "cross_attention",
+    "cross_layer_interval": "cross_attention",
+    "is_encoder_decoder": "cross_attention",
+    "attn_layer_period": "linear_attention",
+    "conv_L_cache": "convolution",
+    "mamba_d_state": "state_space",
+    "rwkv_hidden_size": "state_space",
+    "ssm_cfg": "state_space",
+    "ssm_state_size": "state_space",
+    "state_size": "state_space",
+}
+"""Fields that, when they are set, say that some layers keep something else than the KV of all tokens before."""
+
+_OTHER_MODELS = {"rwkv": "state_space", "xlstm": "state_space", "trocr": "cross_attention"} | dict.fromkeys(
+    ("cpmant", "xlm", "xlnet"), "bidirectional_attention"
+)
+"""Models of which no field says it."""
+
+_ENCODERS = frozenset(
+    [
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "megatron-bert",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    ]
+)
+"""Models that look both ways unless `is_decoder` is set: there the KV of a prefix depends on what follows it."""
 
 
 def _refuse_other_attention(config: Any) -> None:
-    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()} - {"full_attention", "attention"}
-    if kinds:
-        raise UnsupportedSpec(
-            f"layers of kind {', '.join(sorted(kinds))} are not stored; only full_attention is", kinds=sorted(kinds)
-        )
-    if getattr(config, "use_sliding_window", getattr(config, "sliding_window", None) is not None) and getattr(
-        config, "sliding_window", None
-    ):
-        raise UnsupportedSpec(f"sliding_window={config.sliding_window}: only full_attention is stored", kinds=["sliding_attention"])
-    for name in ("state_size", "mamba_d_state", "ssm_cfg", "rwkv_hidden_size"):
-        if getattr(config, name, None):
-            raise UnsupportedSpec(f"{name}: state-space layers are not stored; only full_attention is", kinds=[name])
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedSpec(
-            "encoder-decoder models (cross attention) are not stored; only full_attention is", kinds=["cross_attention"]
-        )
+    """Raise UnsupportedSpec, with the kind by name, if `config` says that a layer is anything but full attention."""
+    said = {str(kind): owner for owner in ("layer_types", "attention_layers") for kind in _field(config, owner) or ()}
+    found = {kind: where for kind, where in said.items() if kind not in _FULL}
+    window = _field(config, "sliding_window")
+    if not found and window and _field(config, "use_sliding_window", True):
+        found = {"sliding_attention": f"sliding_window={window}"}
+    model = _field(config, "model_type")
+    if not found:
+        found = {kind: field for field, kind in _OTHER_FIELDS.items() if _field(config, field)}
+    if not found and model in _OTHER_MODELS:
+        found = {_OTHER_MODELS[model]: f"model_type {model}"}
+    if not found and model in _ENCODERS and not _field(config, "is_decoder"):
+        found = {"bidirectional_attention": f"model_type {model}"}
+    if found:
+        kinds = sorted(found)
+        names, places = ", ".join(kinds), ", ".join(sorted({*found.values()}))
+        words = names.replace("_", " ")
+        raise UnsupportedSpec(f"{names} (by {places}): {words} is not stored; only full_attention is", kinds=kinds)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -10,9 +12,11 @@ from typing import Protocol, Self
 
 import torch
 
-from tiercache.errors import InvalidInput, InvalidStart, TierCacheError
+from tiercache.errors import InvalidInput, InvalidStart
 from tiercache.service.face import Stored
 from tiercache.types import Tier
+
+log = logging.getLogger(__name__)
 
 
 class Hit(Protocol):
@@ -49,8 +53,8 @@ class KV(Protocol):
 class Prefix:
     """One request's hit, its lease, and what is inserted after it; leaving it as an async context manager ends the lease.
 
-    No TierCacheError of the cache leaves it, InvalidInput excepted, which says that the program is wrong: it is counted in
-    `faults` under the call and the error's name, and the request computes what the cache did not give.
+    No Exception of the cache leaves it, InvalidInput excepted, which says that the program is wrong: it is counted in
+    `faults` under the call and the error's name and logged, and the request computes what the cache did not give.
     """
 
     def __init__(self, kv: KV | None, tokens: Sequence[int], faults: Counter[str]) -> None:
@@ -124,7 +128,11 @@ class Prefix:
 
 
 class _Counted:
-    """Lets no TierCacheError out but InvalidInput, and counts the others under the call's name."""
+    """Lets no Exception out but InvalidInput; counts the others under the call's name, and logs them.
+
+    Cancellation and the like are no Exception and pass. What is logged says where it happened, not with which values: a
+    message of another library may hold token ids.
+    """
 
     def __init__(self, faults: Counter[str], call: str) -> None:
         self._faults = faults
@@ -134,7 +142,11 @@ class _Counted:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        miss = isinstance(error, TierCacheError) and not isinstance(error, InvalidInput)
-        if miss:
-            self._faults[f"{self._call}: {type(error).__name__}"] += 1
-        return miss
+        # A bug in the cache is a miss as well; not the runner's own InvalidInput, nor a cancellation, which is no Exception.
+        if not isinstance(error, Exception) or isinstance(error, InvalidInput):
+            return False
+        self._faults[f"{self._call}: {type(error).__name__}"] += 1
+        frames = traceback.extract_tb(trace)
+        place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+        log.warning("%s failed with %s at %s; taken for a miss", self._call, type(error).__name__, place)
+        return True

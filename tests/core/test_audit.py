@@ -34,6 +34,10 @@ def bend_hold(house: House) -> None:
     house.node([1, 2]).holds += 1
 
 
+def bend_held(house: House) -> None:
+    house.cache.residency.held[HBM] += 1
+
+
 def bend_move(house: House) -> None:
     house.node([1, 2, 3]).moves = 1
 

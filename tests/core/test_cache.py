@@ -100,6 +100,20 @@ def test_a_session_leases_no_more_than_its_share() -> None:
     assert house.get([20, 21]) == 2
 
 
+def test_many_leases_on_one_prefix_use_the_share_once() -> None:
+    """Requests that share a system prompt are not kept from it: what counts is what is leased, not how often."""
+    house = House(hbm=10, lease_share=0.5)
+    house.put([1, 2, 3])
+    leases = [house.cache.match(house.session, house.space(), house.key([1, 2, 3])) for _ in range(8)]
+
+    assert [lease.blocks for lease in leases] == [3] * 8
+    assert (house.session.leased[HBM], house.cache.residency.held[HBM], house.cache.allowance(house.session, HBM)) == (24, 3, 2)
+    house.check()
+    for lease in leases:
+        house.cache.release(lease)
+    assert house.cache.residency.held == [0, 0, 0]
+
+
 def test_a_share_is_counted_tier_by_tier() -> None:
     """What lies in DRAM is not charged to HBM, and a promotion charges anew."""
     house = House(hbm=4, dram=10, lease_share=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter, UserList, deque
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,36 @@ def test_what_is_no_sequence_of_integers_is_refused(wrong: Any) -> None:
     """Text is a sequence, but not of tokens; two dimensions are a batch, not a prompt."""
     with pytest.raises(InvalidTokens):
         pack_tokens(wrong, limit=10)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (torch.empty(3, dtype=torch.int64, device="meta"), "meta"),
+        (torch.zeros(3, dtype=torch.bfloat16), "bfloat16"),
+        (torch.tensor([1, 0, 2]).to_sparse(), "sparse"),
+        (torch.tensor([1.5]), "float32"),
+        ({1: 2}, "dict"),
+        ({1: 2}.keys(), "dict_keys"),
+        ({1, 2}, "set"),
+        (frozenset({1, 2}), "frozenset"),
+        (Counter([1, 2]), "Counter"),
+        (object(), "object"),
+    ],
+    ids=repr,
+)
+def test_what_has_no_order_or_no_values_is_refused_by_name(wrong: Any, named: str) -> None:
+    """A set's order is no prompt's; a tensor that numpy can't read is told with its dtype, layout and device."""
+    with pytest.raises(InvalidTokens) as caught:
+        pack_tokens(wrong, limit=10)
+
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [range, lambda count: deque(range(count)), lambda count: UserList(range(count))])
+def test_every_sequence_of_integers_is_taken(kind: Any) -> None:
+    """Whatever is a `collections.abc.Sequence`, but for text and bytes."""
+    assert unpack_tokens(pack_tokens(kind(5), limit=5)) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, iter])

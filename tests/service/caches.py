@@ -123,13 +123,17 @@ def stack_of(cache: TierCache) -> Stack:
 
 async def lower(cache: TierCache, tier: Tier, blocks: int = FLUSH_EVERYTHING) -> None:
     """Move the least recently used `blocks` blocks of a tier down, or drop its copies, and wait until that is done."""
+    await cache.settle()
     stack = stack_of(cache)
     position = stack.position(tier)
     pool = stack.cache.residency.slots[position]
     want = min(pool.capacity, pool.free + blocks)
-    while pool.free < want and (work := stack.cache.moves.make_room(position, want)):
-        stack.mover.start(work)
-        await cache.settle()
+    before = -1
+    while before < pool.free < want:
+        before = pool.free
+        while work := stack.cache.moves.make_room(position, want):
+            stack.mover.start(work)
+            await cache.settle()
 
 
 async def sink(cache: TierCache) -> None:

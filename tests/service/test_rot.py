@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.service.caches import SIZE, is_exact, lower, opened_kv, prompt, read, small, stack_of, store
+from tiercache.errors import InvalidInput
 from tiercache.service.inprocess import TierCache
 from tiercache.service.kv import LocalKV
 from tiercache.types import Tier
@@ -84,6 +85,23 @@ async def test_rot_is_found_by_the_next_copy(tmp_path: Path, seed: int, use: Use
         await lower(cache, Tier.DRAM)
         assert await read(kv, tokens) == 5 * SIZE
         await cache.check()
+
+
+async def test_a_reader_is_told_of_rot_that_a_move_found(seed: int) -> None:
+    """What failed on its way up is not readable by the lease that asked for it, in place or otherwise."""
+    tokens = prompt(seed, 5)
+    async with opened_kv(small(ssd=None)) as (cache, kv):
+        await store(kv, tokens, tier=Tier.DRAM)
+        turn_a_bit(cache, kv, tokens, GOOD)
+        async with kv.match(tokens) as hit:
+            await cache.settle()
+
+            assert await hit.ready() == GOOD * SIZE
+            hit.view(GOOD - 1, 0)
+            with pytest.raises(InvalidInput):
+                hit.view(GOOD, 0)
+            await cache.check()
+        assert await cache.check() == {"nodes": 1, "blocks": GOOD, "leases": 0}
 
 
 async def test_rot_under_two_readers_is_cut_off_once_for_each(seed: int) -> None:

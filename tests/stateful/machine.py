@@ -3,111 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import precondition, rule
 
-from tests.stateful.world import SHAPES, Shape, World, block_bytes, changes
+from tests.stateful.steps import PICKS, PLACES, PROMPTS, TAILS, Held, Steps, alike
+from tests.stateful.world import block_bytes
 from tiercache.errors import LeaseReleased
 from tiercache.service import tensors
-from tiercache.service.face import Stored
 from tiercache.service.hit import Hit
 from tiercache.service.room import Room
 from tiercache.types import Tier
 
-if TYPE_CHECKING:
-    import torch
 
-T = TypeVar("T")
-CHUNKS = ([1, 1], [1, 2], [2, 1])
-"""The blocks that prompts are made of: so few that most prompts share a beginning."""
-PROMPTS = st.builds(
-    lambda code, length: [token for place in range(length) for token in CHUNKS[code // 3**place % 3]],
-    st.integers(0, 3**6 - 1),
-    st.sampled_from([2, 3, 4, 5, 6, 1, 0]),
-)
-TAILS = st.sampled_from([[], [], [], [2], [1]])
-PLACES = st.integers(0, 2)
-"""Which of the three handles; the first and the last are of one namespace."""
-PICKS = st.integers(0, 99)
-
-
-@dataclass(slots=True)
-class Held:
-    """A hit that is held, what it was asked for, and how many leading tokens it has shown to be readable."""
-
-    hit: Hit
-    place: int
-    prompt: list[int]
-    tokens: int
-    sound: int
-    """From this token on something was corrupted in place."""
-    readable: int = 0
-
-
-@dataclass(slots=True)
-class Writing:
-    """A room that is held, and what it is for."""
-
-    room: Room
-    place: int
-    prompt: list[int]
-    present: int
-    written: int
-
-
-class FaceMachine(RuleBasedStateMachine):
+class FaceMachine(Steps):
     """Calls run to their end one after the other; only what the cache does in the background overlaps them."""
-
-    held: ClassVar[bool] = False
-    steps: ClassVar[int] = 0
-    log: ClassVar[list[Any] | None] = None
-
-    world: World
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hits: list[Held] = []
-        self.rooms: list[Writing] = []
-        self.pins: list[tuple[int, list[int]]] = []
-        self.fillers = 0
-        self.failed = False
-        self.opened = False
-
-    @initialize(shape=st.sampled_from(SHAPES), seed=st.integers(0, 1 << 16), prompts=st.lists(PROMPTS, max_size=4))
-    def begin(self, shape: Shape, seed: int, prompts: list[list[int]]) -> None:
-        self.world = World(shape, seed, held=self.held)
-        self.opened = True
-        self.note("begin", SHAPES.index(shape), seed)
-        for number, prompt in enumerate(prompts):
-            self.store(number % 3, prompt, 0, None)
-            self.everything_holds()
-
-    def teardown(self) -> None:
-        if self.opened:
-            self.note("end", changes(self.world))
-            try:
-                self.drop_claims()
-            finally:
-                self.world.end()
-                self.rooms.clear()
-                self.hits.clear()
-
-    @invariant()
-    def everything_holds(self) -> None:
-        if not self.opened:
-            return
-        self.world.reconcile()
-        self.world.check()
-        self.end_maybes()
-        type(self).steps += 1
 
     # --- writing ----------------------------------------------------------------------------------------------------------
 
@@ -129,24 +43,6 @@ class FaceMachine(RuleBasedStateMachine):
         if covered >= held.hit.tokens:  # not deleted meanwhile
             self.store(held.place, prompt, held.hit.tokens, None)
 
-    def store(self, which: int, prompt: list[int], start: int, tier: Tier | None) -> None:
-        place, key = which % 2, self.world.key(prompt)
-        chapter, book, whole = self.world.chapters[place], self.book(place), len(key) // (4 * self.size)
-        before, alone, first = book.longest(key), self.alone(), start // self.size
-        chapter.maybe |= book.prefixes(key)
-        done = self.run(self.world.kvs[which].insert(prompt, self.world.tensor(place, prompt, start), start=start, tier=tier))
-        self.check_stored(done, whole - first)
-        if self.quiet(place):
-            assert done.present == (before - first) * self.size
-            assert done.stored == (whole - before) * self.size - done.refused
-            assert book.prefixes(key, upto=whole - done.refused // self.size) <= self.world.keys(place)
-            if alone and self.world.shape.ample:
-                assert not done.refused, "an insert was refused though nobody holds anything"
-        self.note("insert", place, prompt, start, done)
-
-    def check_stored(self, done: Stored, blocks: int) -> None:
-        assert min(done) >= 0 and sum(done) == blocks * self.size and all(count % self.size == 0 for count in done)
-
     @precondition(lambda self: len(self.rooms) < 2)
     @rule(which=PLACES, chunks=PROMPTS, tail=TAILS)
     def reserve(self, which: int, chunks: list[int], tail: list[int]) -> None:
@@ -159,33 +55,26 @@ class FaceMachine(RuleBasedStateMachine):
         prompt = held.prompt[: held.hit.tokens] + chunks
         self.enter(self.world.kvs[held.place].reserve(prompt, after=held.hit), held.place, prompt)
 
-    def enter(self, room: Room, place: int, prompt: list[int]) -> None:
-        self.run(room.__aenter__())
-        whole = len(prompt) - len(prompt) % self.size
-        assert room.present + room.pending <= whole and room.present <= room.tokens <= whole
-        assert not (room.pending and len(room.blocks))
-        self.rooms.append(Writing(room, place, prompt, room.present, 0))
-        self.note("reserve", place, prompt, room.present, room.pending, len(room.blocks))
-
     @precondition(lambda self: self.rooms)
-    @rule(pick=PICKS, count=st.integers(0, 6), slack=st.integers(0, 1))
-    def commit(self, pick: int, count: int, slack: int) -> None:
+    @rule(pick=PICKS, count=st.integers(0, 6), slack=st.integers(0, 1), ahead=st.integers(0, 2))
+    def commit(self, pick: int, count: int, slack: int, ahead: int) -> None:
         """Fill some more blocks in place and hand them over."""
         writing = self.rooms[pick % len(self.rooms)]
         place, blocks = writing.place, writing.room.blocks
-        end = min(writing.written + count, len(blocks))
+        end = min(writing.committed + count, len(blocks))
         expected = self.world.tensor(place, writing.prompt)
-        for number in range(writing.written, end):
+        for number in range(writing.filled, min(end + ahead, len(blocks))):
             at = writing.present + number * self.size
             blocks[number].copy_(expected[:, :, at : at + self.size])
+            writing.filled = number + 1
         upto = writing.present + end * self.size + slack
         key = self.world.key(writing.prompt)[: (upto // self.size) * 4 * self.size]
         self.world.chapters[place].maybe |= self.book(place).prefixes(key)
         done = self.run(writing.room.commit(upto))
-        assert writing.present + writing.written * self.size <= done <= upto
-        if done == upto - slack and self.quiet(place) and end > writing.written:
+        assert writing.present + writing.committed * self.size <= done <= upto
+        if done == upto - slack and self.quiet(place) and end > writing.committed:
             assert self.book(place).prefixes(key) <= self.world.keys(place)
-        writing.written = end
+        writing.committed = end
         self.note("commit", place, upto, done)
         if done < upto - slack:  # what it follows is gone
             self.leave(pick)
@@ -216,6 +105,11 @@ class FaceMachine(RuleBasedStateMachine):
         sound = min((len(key) // 4 - self.size for key in self.rotten_in(place, prompt)), default=1 << 20)
         self.hits.append(Held(hit, place, prompt, hit.tokens, sound))
         self.note("match", place, prompt, hit.tokens, dict(hit.tiers))
+
+    @rule(which=PLACES, chunks=PROMPTS)
+    def look_up(self, which: int, chunks: list[int]) -> None:
+        """Match, read and release in one step, as a runner does."""
+        self.note("look up", self.run(self.look(which, chunks)))
 
     @precondition(lambda self: self.hits)
     @rule(pick=PICKS, how=st.sampled_from(["ready", "gather", "gather", "out", "layer", "view"]))
@@ -311,7 +205,7 @@ class FaceMachine(RuleBasedStateMachine):
         chapter, key = self.world.chapters[place], self.world.key(chunks)
         doomed, count = self.book(place).doomed(key)
         exact = self.quiet(place)
-        self.forget(place, doomed)
+        self.forget(place, doomed, key)
         done = self.run(self.world.kvs[which].delete(chunks))
         if exact and self.quiet(place):
             assert done == count * self.size
@@ -331,20 +225,11 @@ class FaceMachine(RuleBasedStateMachine):
             chapter.ghosts.clear()
         self.note("clear", done)
 
-    def forget(self, place: int, doomed: set[bytes]) -> None:
-        """Take `doomed` out of the model; until that is acknowledged it may come back after a kill."""
-        chapter = self.world.chapters[place]
-        chapter.book.keys -= doomed
-        chapter.acked -= doomed
-        chapter.ghosts |= doomed
-
     @rule(position=st.integers(0, 2), want=st.integers(1, 8), drop=st.booleans())
     def squeeze(self, position: int, want: int, drop: bool) -> None:
         """Make room as if somebody needed it; in an ample tier at the bottom nobody does."""
         stack = self.world.stack
-        position %= len(stack.stores)
-        if self.world.shape.ample and (drop or stack.stores[position].durable):
-            return
+        position, drop = (position % stack.memory, False) if self.world.shape.ample else (position % len(stack.stores), drop)
 
         async def make_room() -> None:
             stack.mover.start(stack.cache.moves.make_room(position, want, drop=drop))
@@ -370,46 +255,11 @@ class FaceMachine(RuleBasedStateMachine):
         """Begin a call, let a few turns pass, and cancel it."""
         work = self.call(which, chunks, what)
         task = self.world.loop.create_task(work)
-        self.world.loop.turn(turns)
+        self.world.loop.turn(max(turns, what == "delete"))  # one that has not begun takes nothing away
         task.cancel()
         with suppress(asyncio.CancelledError):
             self.world.loop.finish(task)
         self.note("cancel", what, task.cancelled())
-
-    def call(self, which: int, prompt: list[int], what: str) -> Coroutine[Any, Any, Any]:
-        """Return a call that may be cut short, or run beside others; the model is told what may come of it."""
-        place, kv, key = which % 2, self.world.kvs[which], self.world.key(prompt)
-        chapter = self.world.chapters[place]
-        match what:
-            case "insert":
-                chapter.maybe |= self.book(place).prefixes(key)
-                return kv.insert(prompt, self.world.tensor(place, prompt))
-            case "delete":
-                doomed, _ = self.book(place).doomed(key)
-                self.forget(place, doomed)
-                chapter.maybe |= doomed  # it may be cancelled before it begins
-                return kv.delete(prompt)
-            case "match":
-                return self.look(which, prompt)
-            case "reserve":
-                return self.visit(which, prompt)
-            case "flush":
-                return kv.flush(prompt)
-            case _:
-                return kv.prefetch(prompt)
-
-    async def look(self, which: int, prompt: list[int]) -> int:
-        async with self.world.kvs[which].match(prompt) as hit:
-            found = await hit.gather()
-            if not self.world.was_rotten:
-                assert found.shape[2] <= hit.tokens
-            self.world.same(which % 2, prompt, found)
-            return int(found.shape[2])
-
-    async def visit(self, which: int, prompt: list[int]) -> int:
-        async with self.world.kvs[which].reserve(prompt) as room:
-            await asyncio.sleep(0)
-            return len(room.blocks)
 
     @rule(kill=st.booleans(), settle=st.booleans())
     def reopen(self, kill: bool, settle: bool) -> None:
@@ -426,11 +276,29 @@ class FaceMachine(RuleBasedStateMachine):
                 _ = claim.tokens
         self.note("reopen", kill, [len(chapter.book.keys) for chapter in self.world.chapters])
 
-    @rule(pick=PICKS, byte=PICKS)
-    def corrupt(self, pick: int, byte: int) -> None:
-        """Change one byte of a block in memory, as a stray write would."""
+    @rule(which=PLACES, chunks=PROMPTS, what=st.sampled_from(["delete", "clear", "flush", "insert"]))
+    def kill_after(self, which: int, chunks: list[int], what: str) -> None:
+        """End the process right after a call has returned: what it acknowledged holds."""
+        match what:
+            case "delete":
+                self.delete(which, chunks)
+            case "clear":
+                self.clear(which)
+            case "flush":
+                self.flush(which, chunks)
+            case _:
+                self.insert(which, chunks, [], None)
+        self.world.reconcile()
+        self.reopen(kill=True, settle=False)
+
+    @rule(pick=PICKS, byte=PICKS, leased=st.booleans())
+    def corrupt(self, pick: int, byte: int, leased: bool) -> None:
+        """Change one byte of a block in memory, as a stray write would; with `leased` of one that a hit covers."""
         world = self.world
-        if not (copies := world.memory_copies()):
+        copies = world.memory_copies()
+        if leased:
+            copies = [copy for copy in copies if any(self.covers(held, copy[0], copy[1]) for held in self.hits)]
+        if not copies:
             return
         place, key, position, slot = copies[pick % len(copies)]
         view = world.stack.stores[position].view(slot)
@@ -442,59 +310,8 @@ class FaceMachine(RuleBasedStateMachine):
             world.rotten.pop((position, slot), None)
         else:
             world.rotten[position, slot] = place, key
-        world.was_rotten = True
+        world.spoilt.add((place, key))
         for held in self.hits:
-            if held.place == place and world.key(held.prompt).startswith(key):
+            if self.covers(held, place, key):
                 held.sound = min(held.sound, len(key) // 4 - self.size)
         self.note("corrupt", position, len(key))
-
-    # --- inside -----------------------------------------------------------------------------------------------------------
-
-    @property
-    def size(self) -> int:
-        return self.world.spec.block_size
-
-    def book(self, place: int) -> Any:
-        return self.world.chapters[place].book
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.world.loop.run(work)
-
-    def alone(self) -> bool:
-        """Whether nobody holds anything, and nothing has failed."""
-        return not (self.hits or self.rooms or self.pins or self.failed or self.world.was_rotten) and self.world.held_by_nobody()
-
-    def quiet(self, place: int) -> bool:
-        """Whether the model knows exactly what is there: nothing was forgotten in this step, and no cancelled call goes on."""
-        return self.world.idle() and not self.world.forgotten and not self.world.was_rotten
-
-    def rotten_in(self, place: int, prompt: list[int]) -> list[bytes]:
-        key = self.world.key(prompt)
-        return [other for where, other in self.world.rotten.values() if where == place and key.startswith(other)]
-
-    def end_maybes(self) -> None:
-        """Forget what cancelled calls might bring, once none of them goes on."""
-        if self.world.idle():
-            for chapter in self.world.chapters:
-                chapter.maybe.clear()
-
-    def finish_jobs(self) -> None:
-        """Let every call that runs come to its end; here none does."""
-
-    def abandon_jobs(self) -> None:
-        """See that calls which a close overtook have ended; here there are none."""
-
-    def drop_claims(self) -> None:
-        for writing in self.rooms:
-            self.run(writing.room.__aexit__(None, None, None))
-        for held in self.hits:
-            self.run(held.hit.__aexit__(None, None, None))
-
-    def note(self, *words: object) -> None:
-        if self.log is not None:
-            self.log.append(words)
-
-
-def alike(found: Iterable[torch.Tensor], expected: torch.Tensor) -> bool:
-    """Return whether the tensors hold the same bytes: as numbers, many of them would differ from themselves."""
-    return all(a.numpy().tobytes() == b.numpy().tobytes() for a, b in zip(found, expected, strict=True))

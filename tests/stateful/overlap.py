@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from tests.stateful.machine import PICKS, PLACES, PROMPTS, FaceMachine
+from tests.stateful.machine import FaceMachine
+from tests.stateful.steps import PICKS, PLACES, PROMPTS
 from tiercache.errors import Closed, LeaseReleased
 
 CALLS = st.sampled_from(["insert", "insert", "flush", "prefetch", "delete", "match", "reserve"])
@@ -21,6 +22,8 @@ class Job(NamedTuple):
     place: int
     prompt: list[int]
     task: asyncio.Task[Any]
+    gone: set[bytes]
+    """What a delete took away."""
 
 
 class OverlapMachine(FaceMachine):
@@ -36,9 +39,11 @@ class OverlapMachine(FaceMachine):
     @precondition(lambda self: len(self.jobs) < 5)
     @rule(which=PLACES, chunks=PROMPTS, what=CALLS, turns=st.integers(0, 3))
     def start(self, which: int, chunks: list[int], what: str, turns: int) -> None:
+        place = which % 2
+        gone, _ = self.book(place).doomed(self.world.key(chunks))
         work = self.call(which, chunks, what)
-        self.jobs.append(Job(what, which % 2, chunks, self.world.loop.create_task(work, name=f"job-{what}")))
-        self.world.loop.turn(turns)
+        self.jobs.append(Job(what, place, chunks, self.world.loop.create_task(work, name=f"job-{what}"), gone))
+        self.world.loop.turn(max(turns, what == "delete"))
 
     @precondition(lambda self: self.jobs)
     @rule(pick=PICKS)
@@ -94,17 +99,25 @@ class OverlapMachine(FaceMachine):
             self.note(job.what, "cancelled")
             return
         done = job.task.result()
+        chapter, key = self.world.chapters[job.place], self.world.key(job.prompt)
         if job.what == "insert":
             self.check_stored(done, len(job.prompt) // self.size)
         else:
             assert 0 <= done <= len(job.prompt)
+        if job.what == "delete":
+            chapter.ghosts -= job.gone - chapter.maybe
+        if job.what == "flush":
+            acked = (chapter.book.prefixes(key, upto=done // self.size) & chapter.book.keys) - chapter.maybe
+            chapter.acked |= acked
+            assert not self.world.shape.ample or acked <= self.world.durable_keys(job.place)
         self.note(job.what, done)
 
     def quiet(self, place: int) -> bool:
         return not self.jobs and super().quiet(place)
 
     def alone(self) -> bool:
-        return not self.jobs and super().alone()
+        slow = self.world.copier is not None and not self.world.copier.open
+        return not (self.jobs or slow) and super().alone()
 
     def finish_jobs(self) -> None:
         """Let every call that runs come to its end."""

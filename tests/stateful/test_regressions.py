@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.stateful.world import SHAPES, World
+from tiercache.errors import InvalidStart
+from tiercache.types import Tier
 
 
 @pytest.fixture
@@ -65,3 +67,76 @@ def test_draining_ends_when_one_tier_drops_what_another_copies_down() -> None:
         world.loop.run(world.cache.check())
     finally:
         world.end()
+
+
+def test_what_was_deleted_while_it_moved_between_memories_is_not_there_after_a_kill() -> None:
+    """A delete is acknowledged when the record is gone, also where a promotion from DRAM still holds the blocks."""
+    world = World(SHAPES[0], 0, held=True)
+    try:
+        kv, run = world.kvs[0], world.loop.run
+        run(kv.insert([1, 1, 1, 2], world.tensor(0, [1, 1, 1, 2]), tier=Tier.DRAM))
+        run(kv.flush([1, 1, 1, 2]))
+        assert world.copier is not None
+        world.copier.open = False
+        hit = run(kv.match([1, 1, 1, 2]).__aenter__())
+        world.loop.turn(10)
+        run(hit.release())
+
+        deleted = run(kv.delete([1, 1, 1, 2]))
+        world.chapters[0].maybe = world.chapters[0].book.prefixes(world.key([1, 1, 1, 2]))
+        world.reopen(kill=True)
+
+        assert deleted == 4
+        assert world.keys(0) == set()
+    finally:
+        world.end()
+
+
+def test_a_hit_that_keeps_less_of_a_shared_lease_is_followed_by_another_prompt(world: World) -> None:
+    """What a hit says it covers is what a room must begin with, not what others keep under the same request."""
+    kv, run = world.kvs[0], world.loop.run
+    run(kv.insert([1, 1, 1, 2], world.tensor(0, [1, 1, 1, 2])))
+    hits = [run(kv.match([1, 1, 1, 2], request="r").__aenter__()) for _ in range(2)]
+    hits[0].take(2)
+
+    room = run(kv.reserve([1, 1, 2, 1], after=hits[0]).__aenter__())
+    found = room.present, len(room.blocks)
+    run(room.__aexit__(None, None, None))
+    for hit in hits:
+        run(hit.release())
+
+    assert found == (2, 1)
+    run(world.cache.check())
+
+
+def test_a_room_follows_what_is_left_of_a_hit_whose_bytes_went_bad(world: World) -> None:
+    """The blocks that a failed check took from a hit can be stored anew after it."""
+    kv, run = world.kvs[0], world.loop.run
+    prompt = [1, 1, 1, 2, 2, 1]
+    run(kv.insert(prompt, world.tensor(0, prompt)))
+    hit = run(kv.match(prompt).__aenter__())
+    _, _, position, slot = next(copy for copy in world.memory_copies() if copy[1] == world.key(prompt[:4]))
+    view = world.stack.stores[position].view(slot)
+    assert view is not None
+    view[0, 0] ^= 0xFF
+    run(hit.gather())
+
+    room = run(kv.reserve(prompt, after=hit).__aenter__())
+    found = hit.tokens, room.present, len(room.blocks)
+    run(room.__aexit__(None, None, None))
+    run(hit.release())
+
+    assert found == (2, 2, 2)
+    run(world.cache.check())
+
+
+def test_a_hit_of_one_tenant_is_nothing_to_write_after_for_another(world: World) -> None:
+    """The same tokens in another namespace are another prompt."""
+    run = world.loop.run
+    run(world.kvs[1].insert([1, 1], world.tensor(1, [1, 1])))
+    hit = run(world.kvs[1].match([1, 1]).__aenter__())
+
+    with pytest.raises(InvalidStart):
+        world.kvs[0].reserve([1, 1, 1, 2], after=hit)
+
+    run(hit.release())

@@ -12,6 +12,7 @@ from tiercache.keys import ROOT_KEY, block_keys
 from tiercache.spec import Geometry
 from tiercache.storage.checksum import checksum
 from tiercache.storage.contract import Put
+from tiercache.storage.metadata import Loaded
 from tiercache.types import Identity
 
 POISON = 0xA5
@@ -41,6 +42,19 @@ def chain(geometry: Geometry, count: int, *, seed: int = 0, namespace: bytes = b
         symbol = tokens[end - stride : end]
         blocks.append(Block(Identity(namespace, 0, 0, key, parent, symbol, checksum(planes)), planes))
     return blocks
+
+
+def identity_at(loaded: Loaded, place: int) -> Identity:
+    """Return the identity of the block at `place` of the columns."""
+    return Identity(
+        loaded.namespaces[place],
+        int(loaded.groups[place]),
+        int(loaded.shards[place]),
+        loaded.keys[place],
+        loaded.parents[place],
+        loaded.symbols[place],
+        loaded.checksums[place],
+    )
 
 
 def contiguous(geometry: Geometry) -> NDArray[np.uint8]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.storage.blocks import POISON, chain, contiguous, strided
+from tests.storage.blocks import POISON, chain, contiguous
 from tiercache.errors import AuditFailed, Closed, InvalidTensor, TierTooSmall, Untrusted
 from tiercache.spec import Geometry
 from tiercache.storage import arenas
@@ -18,10 +18,8 @@ from tiercache.storage.contract import Planes, Put
 from tiercache.storage.layouts import (
     SLOT_ALIGNMENT,
     block_first,
-    block_first_capacity,
     block_first_slot_bytes,
     layer_first,
-    layer_first_capacity,
 )
 from tiercache.storage.memory import HostMemory
 
@@ -89,14 +87,12 @@ def test_an_hbm_block_lies_plane_by_plane_in_the_planes_own_arrays(geometry: Geo
 
 
 @given(geometry=geometries, length=st.integers(0, 60_000))
-def test_capacities_are_what_the_layouts_hold(geometry: Geometry, length: int) -> None:
-    """The capacity that is computed is the number of slots that are laid out, and uses all room but less than a slot."""
+def test_layouts_use_all_room_but_less_than_a_slot(geometry: Geometry, length: int) -> None:
+    """As many slots are laid out, in place, as the region has room for."""
     region = np.zeros(length, np.uint8)
 
     blocks, layers = block_first(region, geometry), layer_first(region, geometry)
 
-    assert len(blocks) == block_first_capacity(geometry, length)
-    assert len(layers) == layer_first_capacity(geometry, length)
     assert 0 <= length - len(blocks) * block_first_slot_bytes(geometry) < block_first_slot_bytes(geometry)
     assert 0 <= length - len(layers) * geometry.block_bytes < geometry.block_bytes
     assert np.shares_memory(blocks, region) == (len(blocks) > 0)
@@ -158,39 +154,6 @@ def test_a_region_outside_of_the_memory_is_refused(memory: HostMemory, arena: Ar
     """A region lies within its memory and begins on a page."""
     with pytest.raises(AuditFailed, match=f"at {offset}"):
         arena(memory, GEOMETRY, offset=offset, length=length)
-
-
-@pytest.mark.parametrize("room", [contiguous, strided])
-@pytest.mark.parametrize("arena", [DramArena, HostHbmArena])
-def test_layers_arrive_one_by_one(memory: HostMemory, arena: Arena, room: object) -> None:
-    """`fetch_layer` copies its layer to its place and leaves the others as they are; all of them are the block."""
-    block = chain(GEOMETRY, 1)[0]
-    made = arena(memory, GEOMETRY)
-    made.put([block.at(1)])
-    into = room(GEOMETRY)  # type: ignore[operator]
-    wanted = contiguous(GEOMETRY)
-
-    made.verify(1, block.identity)
-    for layer in (1, 0, 2):
-        made.fetch_layer(1, layer, into)
-        wanted[2 * layer : 2 * layer + 2] = block.planes[2 * layer : 2 * layer + 2]
-        assert into.tobytes() == wanted.tobytes()
-
-
-@pytest.mark.parametrize("arena", [DramArena, HostHbmArena])
-def test_what_cannot_be_copied_by_layer_is_refused(memory: HostMemory, arena: Arena) -> None:
-    """A layer or slot that does not exist and a target of another shape raise, and leave the poison."""
-    made = arena(memory, GEOMETRY)
-    into = contiguous(GEOMETRY)
-
-    with pytest.raises(InvalidTensor, match="no layer 3"):
-        made.fetch_layer(0, 3, into)
-    with pytest.raises(AuditFailed, match="slot -1"):
-        made.fetch_layer(-1, 0, into)
-    with pytest.raises(InvalidTensor):
-        made.fetch_layer(0, 0, into[:2])
-
-    assert (into == POISON).all()
 
 
 @pytest.mark.parametrize("arena", [DramArena, HostHbmArena])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.blocks import chain
+from tests.storage.blocks import chain, identity_at
 from tiercache.errors import StoreError, StoreFull
 from tiercache.spec import Geometry, KVSpec, Namespace
 from tiercache.storage.lmdb_env import Transaction
@@ -28,7 +28,7 @@ def rows_of(count: int, seed: int, first: int = 0) -> list[Row]:
 
 
 def listed(loaded: Loaded) -> list[Row]:
-    return [Row(int(loaded.slots[place]), loaded.identity(place), int(loaded.charges[place])) for place in range(len(loaded))]
+    return [Row(int(loaded.slots[place]), identity_at(loaded, place), int(loaded.charges[place])) for place in range(len(loaded))]
 
 
 @pytest.fixture

@@ -136,3 +136,40 @@ def test_a_smaller_share_forgets_what_lies_beyond(tmp_path: Path, seed: int) -> 
             pass
         assert store.stats().raw_records == 6
         assert read(store, 5, blocks[5]) == blocks[5].planes.tobytes()
+
+
+@pytest.mark.parametrize("before", ["zstd", "raw"])
+@pytest.mark.parametrize("slots", [64, 32], ids=["the same share", "half of it"])
+def test_what_finds_no_room_packed_is_stored_raw(tmp_path: Path, before: str, slots: int, seed: int) -> None:
+    """Raw records that once took the map, also under another codec or share, keep no packable block out of the budget, for ever.
+
+    A block stored so costs full charge, and its bytes come back, also after a restart.
+    """
+    raw, packed = chain(LARGE, 8, seed=seed), packable(LARGE, 8, seed)
+    choose = random.Random(seed)
+    with Opened(tmp_path, LARGE, before, slots=64, sync=False) as store:
+        for turn in range(12):  # the raw file takes all it can
+            put(store, [raw[slot % 8] for slot in range(64)], list(range(64)))
+            if turn % 2:
+                store.discard(list(range(8, 64)))
+    with Opened(tmp_path, LARGE, "zstd", slots=slots, sync=False) as store:
+        store.discard(list(range(1, store.capacity)))
+        held = {0: (FULL_CHARGE, raw[0])}
+        for turn in range(400):
+            if turn == 200:
+                assert FULL_CHARGE in {charge for charge, _ in list(held.values())[1:]}
+            while sum(charge for charge, _ in held.values()) + FULL_CHARGE > store.budget_units:
+                slot = choose.choice(list(held))
+                del held[slot]
+                store.discard([slot])
+            slot = next(slot for slot in range(store.capacity) if slot not in held)
+            block = choose.choice(packed)
+            (outcome,) = store.put([block.at(slot)])
+            assert outcome.error is None
+            held[slot] = (outcome.charge, block)
+        stats = store.stats()
+        assert (stats.unnamed_known, stats.refused) == (0, {})
+        assert stats.blocks == stats.raw_records + stats.packed_records == len(held)
+        assert stats.raw_records == sum(charge == FULL_CHARGE for charge, _ in held.values())
+    with Opened(tmp_path, LARGE, "zstd", slots=slots, sync=False) as store:
+        assert all(read(store, slot, block) == block.planes.tobytes() for slot, (_, block) in held.items())

@@ -11,6 +11,7 @@ from tests.storage.blocks import Block, chain
 from tests.storage.ssd_faults import BROKEN_DISK, FULL_DISK, FULL_MAP, Rig, holds, reasons
 from tests.storage.test_ssd_store import LARGE, mixed, reconcile, refusal
 from tiercache.errors import StoreFull
+from tiercache.storage.contract import FULL_CHARGE
 
 
 def test_a_put_is_data_then_sync_then_rows(tmp_path: Path, seed: int) -> None:
@@ -147,7 +148,7 @@ def test_one_environment_fails_and_the_other_does_not(tmp_path: Path, seed: int)
     """When packed records fail, the blocks before the first of them stand, and raw ones after it are not left behind."""
     blocks = mixed(LARGE, 4, seed)
     with Rig(tmp_path, codec="zstd") as (store, faults):
-        faults.commits = [None, BROKEN_DISK]
+        faults.commits = [BROKEN_DISK]
 
         assert reasons(store, blocks) == [None, "StoreError", "order", "order"]
 
@@ -155,6 +156,40 @@ def test_one_environment_fails_and_the_other_does_not(tmp_path: Path, seed: int)
         assert store.stats().unnamed_known == 1
         reconcile(store)
         assert (store.stats().raw_records, store.stats().packed_records) == (1, 0)
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["packed", "both"])
+def test_a_full_packed_environment_leaves_its_blocks_to_the_raw_one(tmp_path: Path, both: bool, seed: int) -> None:
+    """What can't be stored packed for want of room is stored raw, at full charge; only when that is full too it is refused."""
+    blocks = mixed(LARGE, 4, seed)
+    with Rig(tmp_path, codec="zstd") as (store, faults):
+        faults.commits = [FULL_DISK, FULL_DISK if both else None]
+
+        outcomes = store.put([block.at(slot) for slot, block in enumerate(blocks)])
+
+        assert [outcome.charge for outcome in outcomes] == ([0] * 4 if both else [FULL_CHARGE] * 4)
+        assert isinstance(outcomes[0].error, StoreFull) is both
+        assert holds(store, blocks) == [not both] * 4
+        assert reconcile(store) == ([], 0)
+        assert (store.stats().raw_records, store.stats().packed_records) == (0 if both else 4, 0)
+
+
+def test_a_record_that_could_not_be_deleted_does_not_take_its_successor_along(tmp_path: Path, seed: int) -> None:
+    """Making room for the raw part of a put spares its packed part, committed but not named yet."""
+    blocks = mixed(LARGE, 4, seed)
+    with Rig(tmp_path, codec="zstd") as (store, faults):
+        assert reasons(store, blocks) == [None] * 4
+        store.discard([0, 2])
+        faults.commits = [BROKEN_DISK]
+        store.discard([1, 3])
+        assert store.stats().unnamed_known == 2
+        faults.commits = [BROKEN_DISK, None, FULL_DISK]
+        faults.log.clear()
+
+        assert reasons(store, blocks) == [None] * 4
+
+        assert faults.log[:3] == ["delete", "write", "write"] and faults.log.count("write") == 3
+        assert holds(store, blocks) == [True] * 4
 
 
 def test_a_rotten_source_ends_the_chain(tmp_path: Path, seed: int) -> None:

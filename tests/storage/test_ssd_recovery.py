@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.storage.blocks import chain
+from tests.storage.blocks import chain, identity_at
 from tests.storage.test_ssd_store import LARGE, SLOTS, SMALL, Opened, each_kind, mixed, put, read, reconcile
 from tiercache.errors import StoreError
 from tiercache.spec import Geometry
@@ -85,7 +85,7 @@ def test_a_kill_loses_nothing_that_was_acknowledged(tmp_path: Path, kind: str, c
                     possible[slot] = {place}
         with Opened(tmp_path, geometry, codec) as store:
             loaded = store.load()
-            found = {int(slot): loaded.identity(place) for place, slot in enumerate(loaded.slots)}
+            found = {int(slot): identity_at(loaded, place) for place, slot in enumerate(loaded.slots)}
             keys = {block.identity.key: place for place, block in enumerate(blocks)}
             for slot in range(SLOTS):
                 held = keys[found[slot].key] if slot in found else None
@@ -184,7 +184,7 @@ OPENER = """
 import sys
 from pathlib import Path
 from tests.storage.test_ssd_store import LARGE, Opened, mixed, put, reconcile
-from tests.storage.blocks import contiguous
+from tests.storage.blocks import contiguous, identity_at
 from tiercache.errors import Untrusted
 
 path, seed = Path(sys.argv[1]), int(sys.argv[2])
@@ -194,7 +194,7 @@ with opened as store:
     loaded = store.load()
     exact = 0
     for place, slot in enumerate(loaded.slots.tolist()):
-        identity = loaded.identity(place)
+        identity = identity_at(loaded, place)
         into = contiguous(LARGE)
         try:
             store.fetch(slot, identity, into)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.storage.blocks import Block, chain, contiguous
+from tests.storage.blocks import Block, chain, contiguous, identity_at
 from tests.storage.ssd_fixture import capacity_for
 from tiercache.errors import AuditFailed, DirectoryLocked, InvalidConfig, TierTooSmall, Untrusted
 from tiercache.spec import Geometry, KVSpec, Namespace
@@ -108,7 +108,7 @@ def test_a_restart_finds_what_was_stored(tmp_path: Path, geometry: Geometry, cod
     with Opened(tmp_path, geometry, codec) as store:
         loaded = store.load()
         after = store.stats()
-        found = {int(slot): loaded.identity(place) for place, slot in enumerate(loaded.slots)}
+        found = {int(slot): identity_at(loaded, place) for place, slot in enumerate(loaded.slots)}
         assert found == {slot: block.identity for slot, block in zip(slots, blocks, strict=True) if slot not in gone}
         assert list(found) == [slot for slot in slots if slot not in gone]
         for slot, block in zip(slots, blocks, strict=True):
@@ -392,5 +392,4 @@ def test_stats_count_and_tell_the_time(tmp_path: Path, seed: int) -> None:
     assert (stats.blocks, stats.raw_records, stats.unnamed_known, stats.last_sync) == (1, 1, 0, 17.0)
     assert stats.refused == {"key": 1, "absent": 1}
     assert LARGE.block_bytes < stats.raw_file_bytes <= stats.limit_bytes
-    assert tier.metadata_bytes > 0
     tier.close()
