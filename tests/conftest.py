@@ -190,3 +190,17 @@ def _used_elsewhere(name: str) -> bool:
         except OSError:  # ended, or not ours to read
             continue
     return False
+
+
+@pytest.fixture(scope="session")
+def tests_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that holds nothing but a link to the tests: with the checkout itself, `import kernels` would find ours."""
+    folder = tmp_path_factory.mktemp("importable")
+    (folder / "tests").symlink_to(Path(__file__).parent)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def tests_can_be_imported(tests_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes that a test starts import the tests' own modules."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tests_folder), os.environ.get("PYTHONPATH")])))
