@@ -185,6 +185,8 @@ class Traffic:
                 return
             # The upper part goes up while the lower part is read from disk; then the lower part follows.
             ahead = asyncio.gather(*(self._lift(lease, promotion, to, to + 1) for to in range(memory)))
+            # Cancelled below before anybody waited for it, it would be reported as an error that nobody looked at.
+            ahead.add_done_callback(lambda done: done.cancelled() or done.exception())
             try:
                 if memory < lowest:
                     await self._lift(lease, promotion, memory, lowest)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.seams import PATIENCE, Rig
+from tests.seams import Rig
 from tests.service.caches import (
     LARGE,
     SIZE,
@@ -22,7 +22,6 @@ from tests.service.caches import (
     durable_slots,
     free,
     is_exact,
-    leases,
     lower,
     opened_kv,
     prompt,
@@ -349,60 +348,6 @@ async def test_pieces_of_one_copy_may_arrive_in_any_order(tmp_path: Path, seed: 
 
         assert await fetching == 6 * SIZE
         hold.release()
-        await cache.settle()
-        await cache.check()
-
-
-@pytest.mark.parametrize("step", ["put", "read"])
-async def test_a_disk_that_hangs_holds_up_nobody_else(tmp_path: Path, seed: int, step: str) -> None:
-    """With SSD held for ever, reads of memory and inserts answer, the latter with what was dropped for them, and closing ends."""
-    rig = Rig(patience=0.05)
-    config = small(hbm=4, dram=4, directory=tmp_path / "ssd", admit_ms=10, promote_ms=10, drain_seconds=0.05)
-    tokens = prompt(seed, 4)
-    async with opened_kv(config, rig) as (cache, kv):
-        await store(kv, tokens)
-        await sink(cache)
-        hold = rig.copies.hold("put" if step == "put" else "blocks", where=lambda moved: 2 in (moved.to, *_sources(moved.work)))
-        waiting = asyncio.ensure_future(kv.flush(prompt(seed, 8)) if step == "put" else kv.prefetch(tokens))
-        async with asyncio.timeout(PATIENCE):
-            for number in range(1, 9):
-                await kv.insert(prompt(seed + number, 4), tensor_of(prompt(seed + number, 4)))
-                assert await read(kv, prompt(seed + number, 4)) == 4 * SIZE
-            await hold.reached()
-            longer = prompt(seed, 6)
-            outcome = await kv.insert(longer, tensor_of(longer))
-            assert sum(outcome) == 6 * SIZE
-            await cache.check()
-            await cache.close()
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        hold.release()
-        assert leases(cache) == 0
-
-
-def _sources(work: object) -> list[int]:
-    return list(getattr(work, "sources", ()))
-
-
-async def test_an_insert_does_not_wait_as_long_as_a_promotion_may(tmp_path: Path, seed: int) -> None:
-    """A promotion that waits for room behind a hanging disk has its place in the queue; a writer passes it at its own deadline."""
-    rig = Rig(patience=0.05)
-    config = small(hbm=None, dram=4, directory=tmp_path / "ssd", admit_ms=10, promote_ms=LONG, drain_seconds=0.05)
-    tokens, new = prompt(seed, 4), prompt(seed + 2, 2)
-    async with opened_kv(config, rig) as (cache, kv):
-        await store(kv, tokens)
-        await sink(cache)
-        await store(kv, prompt(seed + 1, 4))
-        hold = rig.copies.hold("put")
-        fetching = asyncio.ensure_future(kv.prefetch(tokens))
-        await hold.reached()
-
-        async with asyncio.timeout(PATIENCE):
-            outcome = await kv.insert(new, tensor_of(new))
-
-        assert sum(outcome) == 2 * SIZE
-        hold.release()
-        await fetching
         await cache.settle()
         await cache.check()
 

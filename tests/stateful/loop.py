@@ -48,7 +48,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Called when nothing is ready; returns whether it made something ready."""
         self.timers_first: Callable[[], bool] = lambda: True
         """Whether a deadline passes before `on_idle` is asked."""
+        self.faults: list[str] = []
+        """Errors that nobody looked at."""
         super().__init__(_Selector(self))
+        self.set_exception_handler(lambda _, context: self.faults.append(str(context)))
 
     def time(self) -> float:
         return self.now
