@@ -1,4 +1,4 @@
-"""What the command line can do: `tiercache demo`, `tiercache serve`, `tiercache bench`, `tiercache version`."""
+"""What the command line can do: a demo, the daemon, questions to a daemon, a model on its cache, measurements."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from tiercache.service import cli_client, cli_config, cli_model
 from tiercache.service.cli_serve import serve
 from tiercache.service.demo.run import Options, run
 
 app = typer.Typer(
     help="A tiered KV cache: attention KV in HBM, DRAM and SSD, given back by longest token prefix.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.command()(serve)
+cli_client.register(app)
+cli_config.register(app)
+cli_model.register(app)
 
 
 @app.command()

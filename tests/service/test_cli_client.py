@@ -1,0 +1,238 @@
+"""The commands that talk to a daemon, against a real one."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner, Result
+
+from tests.service.caches import LARGE, SPACE, prompt, small, tensor_of
+from tests.service.client.daemons import Process, own_process
+from tiercache.config import Config
+from tiercache.service import cli_client, runners
+from tiercache.service.cli_text import share, span, tree_view
+from tiercache.service.client.blocking import BlockingClient
+from tiercache.service.client.client import BackOff
+from tiercache.service.commands import app
+from tiercache.service.runners.model import Loaded
+from tiercache.spec import Namespace
+
+AT_ONCE = BackOff(first=0.01, most=0.05)
+
+
+def tiercache(*words: str, input: str | None = None) -> Result:
+    """Run the command line at 80 columns."""
+    return CliRunner().invoke(app, words, input=input, env={"COLUMNS": "80", "TERM": "dumb"})
+
+
+@pytest.fixture
+def daemon() -> Iterator[Process]:
+    """A daemon with four blocks, of which two were found once and one was not."""
+    with own_process(small(hbm=8, dram=16, ssd=None, spec=LARGE)) as running:
+        with BlockingClient(running.address, deadline=30.0, back_off=AT_ONCE) as client:
+            client.connected()
+            kv = client.open(SPACE, LARGE)
+            tokens = prompt(1, 4)
+            kv.insert(tokens, tensor_of(tokens, spec=LARGE))
+            with kv.match([*prompt(1, 2), *prompt(9, 1)]):
+                pass
+        yield running
+
+
+@pytest.fixture
+def nowhere() -> Iterator[str]:
+    """The path of a socket that is not there."""
+    with tempfile.TemporaryDirectory(prefix="tc") as folder:
+        yield f"{folder}/s"
+
+
+def test_what_there_is_is_shown(daemon: Process) -> None:
+    """Statistics, tree, live view and audit fit in 80 columns and say what the daemon holds."""
+    for words, said in {
+        ("stats",): ["serving", "HBM", "1 match: 2 of 3 blocks found"],
+        ("tree",): ["m  ", "4 blocks", "└─ [HBM]"],
+        ("top", "--once"): ["rates since the daemon began", "HBM", "hit rate"],
+        ("top",): ["hit rate"],
+        ("check",): ["The books are right", "4 blocks"],
+    }.items():
+        done = tiercache(*words, "--socket", daemon.address)
+
+        assert done.exit_code == 0, done.output
+        assert [text for text in said if text not in done.stdout] == []
+        assert max(len(line) for line in done.stdout.splitlines()) <= 80
+
+
+def test_programs_get_json(daemon: Process) -> None:
+    """With --json the daemon's answers come as they are."""
+    found = {word: json.loads(tiercache(word, "--json", "--socket", daemon.address).stdout) for word in ("stats", "tree", "check")}
+
+    assert found["stats"]["stacks"][0]["blocks"] == 4
+    assert "[HBM]" in found["tree"]["trees"][0]["tree"]
+    assert (found["check"]["faults"], found["check"]["counts"]["blocks"]) == ([], 4)
+
+
+def test_clear_asks_first(daemon: Process) -> None:
+    """Without a yes nothing is removed; with one everything is."""
+    refused = tiercache("clear", "--socket", daemon.address, input="n\n")
+    wrong = tiercache("clear", "--yes", "--namespace", "zz", "--socket", daemon.address)
+    done = tiercache("clear", "--yes", "--socket", daemon.address)
+
+    assert (refused.exit_code, wrong.exit_code, done.exit_code) == (1, 2, 0)
+    assert "no namespace" in wrong.stderr
+    assert done.stdout == "4 blocks removed\n"
+
+
+def test_faults_are_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fault of the books is a line."""
+    monkeypatch.setattr(cli_client, "with_daemon", lambda *_: {"counts": {}, "faults": ["slot 3 is held twice"]})
+
+    done = tiercache("check")
+
+    assert done.exit_code == 1
+    assert "1 fault:\n  slot 3 is held twice" in done.stdout
+
+
+@pytest.mark.parametrize("words", [["stats"], ["tree"], ["top", "--once"], ["top"], ["check"], ["clear", "--yes"]])
+def test_no_daemon_is_one_line_and_status_2(words: list[str], nowhere: str) -> None:
+    """Every command that needs a daemon names the socket where none is."""
+    done = tiercache(*words, "--socket", nowhere)
+
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == f"tiercache: no daemon at {nowhere}: No such file or directory\n"
+
+
+def test_a_socket_that_cannot_be_is_one_line() -> None:
+    """A path longer than an address holds is refused before anything is asked."""
+    done = tiercache("stats", "--socket", "/" + "x" * 200)
+
+    assert done.exit_code == 2
+    assert len(done.stderr.splitlines()) == 1 and "bytes long" in done.stderr
+
+
+def test_config_says_where_each_value_came_from(tmp_path: Path) -> None:
+    """Flags stand above the file, and the file above defaults, in limits too."""
+    file = tmp_path / "c.toml"
+    file.write_text('admit_ms = 7\ncodec = "zstd"\ntiers = [{tier = "DRAM", capacity = "1 MiB"}]\n[limits]\nleases = 9\n')
+
+    found = json.loads(tiercache("config", "-c", str(file), "--hbm", "2MiB", "--socket", "/tmp/s", "--json").stdout)
+    shown = tiercache("config", "-c", str(file))
+
+    assert found["admit_ms"] == {"value": 7, "from": "file"}
+    assert found["tiers"] == {"value": [{"tier": "HBM", "capacity": "2MiB"}], "from": "flag"}
+    assert found["socket"] == {"value": "/tmp/s", "from": "flag"}
+    assert (found["limits.leases"]["from"], found["limits.requests"]["from"]) == ("file", "default")
+    assert shown.exit_code == 0 and "DRAM 1 MiB" in shown.stdout
+
+
+def test_a_configuration_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    """The key that does not exist is named."""
+    file = tmp_path / "c.toml"
+    file.write_text("nonsense = 1\n")
+
+    done = tiercache("config", "-c", str(file))
+
+    assert done.exit_code == 2
+    assert len(done.stderr.splitlines()) == 1 and "nonsense" in done.stderr
+
+
+def test_a_deep_tree_stays_legible() -> None:
+    """Of a branch too deep for the terminal the tier and the depth are still shown."""
+    line = "   " * 40 + "└─ [SSD] (+DRAM) 12 blocks  1 lease"
+
+    view = tree_view([{"namespace": "ab" * 32, "tree": f"root\n{line}"}], {}, 80)
+
+    drawn = str(view.renderables[2])
+    assert len(drawn) <= 80
+    assert drawn.startswith("… 41") and drawn.endswith("└─ [SSD] (+DRAM) 12 blocks  1 lease")
+
+
+def test_numbers_as_people_read_them() -> None:
+    """Nothing asked for has no rate, and days stand apart."""
+    assert (share(1, 4), share(0, 0)) == ("25 %", "·")
+    assert (span(3_725), span(90_000)) == ("01:02:05", "1 d 01:00:00")
+
+
+class Words:
+    """A tokenizer of bytes with a chat template of sorts."""
+
+    chat_template = "yes"
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(letter) % 96 for letter in text]
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(ord("A") + token % 26) for token in tokens)
+
+    def apply_chat_template(
+        self, turns: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool = True, return_dict: bool = False
+    ) -> Any:
+        text = "".join(f"<{turn['role']}>{turn['content']}" for turn in turns) + "<assistant>"
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packaged model is a tiny one with random weights."""
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model: Any = LlamaForCausalLM(config)
+    loaded = Loaded(model.eval(), Words(), Namespace(model="tiny", weights="sha256:none"))
+    monkeypatch.setattr(runners, "load_model", lambda *_, **__: loaded, raising=False)
+
+
+ASKED = "what is kept of a prompt that was said before, word for word?"
+
+
+@pytest.mark.usefixtures("tiny")
+def test_an_answer_says_where_its_prefix_was_found() -> None:
+    """The second time the prompt's whole blocks come from the cache, and the answer is the same."""
+    with own_process(Config.of(hbm="1 MiB", dram="1 MiB")) as running:
+        with BlockingClient(running.address, back_off=AT_ONCE) as client:
+            client.connected()
+        first, second = (tiercache("generate", ASKED, "--tokens", "3", "--socket", running.address) for _ in range(2))
+        talk = tiercache("chat", "--tokens", "3", "--socket", running.address, input=f"{ASKED}\n\nand then?\n/quit\n")
+
+    size = len("<user>" + ASKED + "<assistant>")
+    assert first.exit_code == second.exit_code == talk.exit_code == 0, first.output + talk.output
+    assert f"HBM 0, DRAM 0, SSD 0, computed {size};" in first.stderr
+    assert f"HBM {size // 16 * 16}, DRAM 0, SSD 0, computed {size % 16};" in second.stderr
+    assert first.stdout == second.stdout and len(first.stdout) == 4
+    assert talk.stdout.startswith(first.stdout) and talk.stderr.count("prefix: HBM 64") >= 1
+
+
+@pytest.mark.usefixtures("tiny")
+def test_without_a_daemon_a_model_answers_all_the_same(nowhere: str) -> None:
+    """It is said once that there is none, and everything is computed."""
+    done = tiercache("chat", "--tokens", "3", "--socket", nowhere, input="one\ntwo\n")
+
+    assert done.exit_code == 0
+    assert done.stderr.count("No daemon at") == 1
+    assert done.stderr.count("HBM 0, DRAM 0, SSD 0, computed") == 2
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_chat_that_grows_too_long_is_one_line(nowhere: str) -> None:
+    """What the model can't take is said, not computed."""
+    done = tiercache("generate", "x" * 600, "--socket", nowhere)
+
+    assert done.exit_code == 2
+    assert "more than the 512 that this model takes" in done.stderr
