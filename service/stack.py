@@ -41,8 +41,6 @@ from tiercache.types import Tier
 
 log = logging.getLogger(__name__)
 
-_FORGETTING = 30.0
-"""Seconds that a delete waits for the disk."""
 _WRITERS = 4
 """Threads that hand writes to the store: it does one after the other, and what waits together in one transaction."""
 
@@ -60,7 +58,8 @@ class Seams:
     """What a test replaces: time, threads, copies, the disk, digests, the policy. Each default is what production runs.
 
     `values` is the class whose three operations touch the SSD tier's data. `retry` is how many seconds a store that refused is
-    left alone, `patience` how many closing gives moves under way, beyond what it may take to write down.
+    left alone, `patience` how many closing gives moves under way, beyond what it may take to write down, `forgetting` how many
+    a delete waits for the disk.
     """
 
     clock: Clock = field(default_factory=MonotonicClock)
@@ -69,6 +68,7 @@ class Seams:
     values: type[LmdbValues] = LmdbValues
     retry: float = 1.0
     patience: float = 5.0
+    forgetting: float = 30.0
     digest: Digest = sha256
     policy: PolicyFactory = LRU
 
@@ -104,6 +104,7 @@ class Stack:
         self._workers = workers
         self._config = config
         self._patience = seams.patience
+        self._forgetting = seams.forgetting
         self._disk = next((store for store in stores if isinstance(store, SsdStore)), None)
         numbered = generations or {}
         self.generations_at = {tier: begin for tier, (begin, _) in numbered.items()}
@@ -353,7 +354,7 @@ class Stack:
 
         undone = False
         try:
-            async with asyncio.timeout(_FORGETTING):
+            async with asyncio.timeout(self._forgetting):
                 while flights := [flight for flight in self.mover.flights() if concerns(flight.work)]:
                     for flight in flights:
                         await flight.wait()

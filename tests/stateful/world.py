@@ -150,7 +150,8 @@ class World:
 
     def open(self) -> None:
         """Open the cache on the present directory, and both namespaces of it, the first one twice."""
-        seams = Seams(clock=LoopClock(self.loop), workers=self._workers, copier=self._hold)
+        # Time here goes on by itself: a copy that is held is no disk that hangs, and a delete is to see its end.
+        seams = Seams(clock=LoopClock(self.loop), workers=self._workers, copier=self._hold, forgetting=1e9)
         self.cache = TierCache(self.shape.config(self.directory), seams=seams)
         self.loop.run(self.cache.__aenter__())
         self.kvs: list[LocalKV] = [self.loop.run(self.cache.open(SPACES[which], self.spec)) for which in (0, 1, 0)]
