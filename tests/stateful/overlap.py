@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from tests.stateful.machine import FaceMachine
-from tests.stateful.steps import PICKS, PLACES, PROMPTS
+from tests.stateful.steps import ASKS, PICKS, PLACES, Ask
 from tiercache.errors import Closed, LeaseReleased
 
 CALLS = st.sampled_from(["insert", "insert", "flush", "prefetch", "delete", "match", "reserve"])
@@ -37,9 +37,10 @@ class OverlapMachine(FaceMachine):
         self.jobs: list[Job] = []
 
     @precondition(lambda self: len(self.jobs) < 5)
-    @rule(which=PLACES, chunks=PROMPTS, what=CALLS, turns=st.integers(0, 3))
-    def start(self, which: int, chunks: list[int], what: str, turns: int) -> None:
+    @rule(which=PLACES, ask=ASKS, what=CALLS, turns=st.integers(0, 3))
+    def start(self, which: int, ask: Ask, what: str, turns: int) -> None:
         place = which % 2
+        chunks = self.prompt(place, ask)
         gone, _ = self.book(place).doomed(self.world.key(chunks))
         work = self.call(which, chunks, what)
         self.jobs.append(Job(what, place, chunks, self.world.loop.create_task(work, name=f"job-{what}"), gone))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from tests.stateful.book import Book
 from tests.stateful.world import SHAPES, Shape, World, changes
+from tiercache.errors import LeaseReleased
+from tiercache.keys import unpack_tokens
+from tiercache.service import tensors
 from tiercache.service.face import Stored
 from tiercache.service.hit import Hit
 from tiercache.service.room import Room
@@ -27,12 +31,25 @@ LONG = ("aaaaaa", "aaabca", "aabcaa", "abcabc", "aaaaab", "baaaaa", "baabbb", "c
 PROMPTS = st.builds(
     lambda letters, length: [token for letter in letters[:length] for token in CHUNKS[letter]],
     st.sampled_from(LONG),
-    st.sampled_from([2, 3, 4, 5, 6, 6, 1, 0]),
+    st.sampled_from([3, 4, 5, 6, 2, 1, 0]),
 )
-TAILS = st.sampled_from([[], [], [], [2], [1]])
+PICKS = st.integers(0, 99)
+
+
+class Ask(NamedTuple):
+    """What a step asks for: a prompt, or one that is there (`known` picks it), or what continues that one."""
+
+    chunks: list[int]
+    tail: list[int]
+    known: int | None
+    longer: bool
+
+
+ASKS = st.builds(Ask, PROMPTS, st.sampled_from([[], [], [2]]), st.one_of(PICKS, PICKS, st.none()), st.booleans())
 PLACES = st.integers(0, 2)
 """Which of the three handles; the first and the last are of one namespace."""
-PICKS = st.integers(0, 99)
+MOST = 12
+"""Tokens of the longest prompt: as many as fit the memory of every shape."""
 
 
 @dataclass(slots=True)
@@ -123,6 +140,10 @@ class Steps(RuleBasedStateMachine):
                 end = writing.present + (number + 1) * self.size
                 expected = world.tensor(writing.place, writing.prompt[:end])[:, :, end - self.size :]
                 assert alike(blocks[number], expected), "a reserved slot was written by somebody else"
+        if self.quiet(0):
+            claims = len({id(held.hit.lease) for held in self.hits}) + len(self.rooms) + sum(kv._desk.pins for kv in world.kvs)
+            sessions = {kv._desk.session for kv in world.kvs}
+            assert sum(len(session.leases) for session in sessions) == claims, "a lease outlives its claim"
 
     # --- calls ------------------------------------------------------------------------------------------------------------
 
@@ -151,6 +172,103 @@ class Steps(RuleBasedStateMachine):
         assert not (room.pending and len(room.blocks))
         self.rooms.append(Writing(room, place, prompt, room.present))
         self.note("reserve", place, prompt, room.present, room.pending, len(room.blocks))
+
+    def fill(self, writing: Writing, count: int, slack: int, ahead: int) -> None:
+        """Hand `count` more blocks over, having written `ahead` more than that."""
+        place, blocks = writing.place, writing.room.blocks
+        end = min(writing.committed + count, len(blocks))
+        expected = self.world.tensor(place, writing.prompt)
+        for number in range(writing.filled, min(end + ahead, len(blocks))):
+            at = writing.present + number * self.size
+            blocks[number].copy_(expected[:, :, at : at + self.size])
+            writing.filled = number + 1
+        upto = writing.present + end * self.size + slack
+        key = self.world.key(writing.prompt)[: (upto // self.size) * 4 * self.size]
+        self.world.chapters[place].maybe |= self.book(place).prefixes(key)
+        done = self.run(writing.room.commit(upto))
+        assert writing.present + writing.committed * self.size <= done <= upto
+        if done == upto - slack and self.quiet(place) and end > writing.committed:
+            assert self.book(place).prefixes(key) <= self.world.keys(place)
+        writing.committed = end
+        self.note("commit", place, upto, done)
+        if done < upto - slack:  # what it follows is gone
+            self.part(writing)
+
+    def part(self, writing: Writing) -> None:
+        """Leave a room; what was not committed goes back."""
+        self.rooms.remove(writing)
+        self.run(writing.room.__aexit__(None, None, None))
+        with pytest.raises(LeaseReleased):
+            _ = writing.room.present
+        self.note("leave")
+
+    def read_hit(self, held: Held, how: str) -> None:
+        """Read a hit in one of the ways that there are, and compare what it gives with the oracle."""
+        world, hit, count = self.world, held.hit, held.readable
+        match how:
+            case "ready":
+                count = self.run(hit.ready())
+                if len(self.hits) == 1 and not (self.rooms or self.pins or self.failed) and world.shape.ample:
+                    assert count >= min(hit.tokens, held.sound), "not all is readable though there is room"
+            case "gather" | "out":
+                out = tensors.empty(world.spec, len(held.prompt) + 1) if how == "out" else None
+                found = self.run(hit.gather(out))
+                count = found.shape[2]
+                world.same(held.place, held.prompt, found)
+            case "layer":
+                for layer in range(world.spec.layers):
+                    parts = self.run(hit.layer(layer))
+                    count = parts[0].shape[0]
+                    expected = world.tensor(held.place, held.prompt[:count])[layer]
+                    assert held.sound < count or alike(parts, expected), "a wrong byte in a layer"
+            case "view":
+                count = self.run(hit.ready())
+                for block in range(min(count, held.sound) // self.size):
+                    parts = hit.view(block, 1)
+                    expected = world.tensor(held.place, held.prompt)[1, :, block * self.size : (block + 1) * self.size]
+                    assert alike(parts, expected), "a wrong byte in place"
+        assert min(held.readable, held.sound) <= count <= held.tokens, "a leased token is gone"
+        held.readable = count
+        self.note(how, held.place, count)
+
+    def delete(self, which: int, chunks: list[int]) -> None:
+        place = which % 2
+        chapter, key = self.world.chapters[place], self.world.key(chunks)
+        doomed, count = self.book(place).doomed(key)
+        exact = self.quiet(place)
+        self.forget(place, doomed, key)
+        done = self.run(self.world.kvs[which].delete(chunks))
+        if exact and self.quiet(place):
+            assert done == count * self.size
+            assert not doomed & self.world.keys(place), "what was deleted is still found"
+            chapter.ghosts.clear()
+        self.note("delete", done)
+
+    def clear(self, which: int) -> None:
+        place = which % 2
+        chapter, exact = self.world.chapters[place], self.quiet(place)
+        count = len(self.book(place).keys)
+        self.forget(place, set(self.book(place).keys))
+        done = self.run(self.world.kvs[which].clear())
+        if exact and self.quiet(place):
+            assert done == count * self.size and not self.world.keys(place)
+            chapter.ghosts.clear()
+        self.note("clear", done)
+
+    def reopen(self, kill: bool, settle: bool) -> None:
+        """Close and open, or kill and open; with `settle` when all that moved has come to its end."""
+        if settle:
+            self.finish_jobs()
+            self.run(self.world.cache.settle())
+            self.world.reconcile()
+        claims: list[Hit | Room] = [*(held.hit for held in self.hits), *(writing.room for writing in self.rooms)]
+        self.hits, self.rooms, self.pins = [], [], []
+        self.world.reopen(kill=kill)
+        self.abandon_jobs()
+        for claim in claims:
+            with pytest.raises(LeaseReleased):
+                _ = claim.tokens
+        self.note("reopen", kill, [len(chapter.book.keys) for chapter in self.world.chapters])
 
     def forget(self, place: int, doomed: set[bytes], key: bytes = b"") -> None:
         """Take `doomed` out of the model, for the prompt `key`; until that is acknowledged it may come back after a kill."""
@@ -212,6 +330,14 @@ class Steps(RuleBasedStateMachine):
     def quiet(self, place: int) -> bool:
         """Whether the model knows exactly what is there: nothing was forgotten in this step, and no cancelled call goes on."""
         return self.world.idle() and not self.world.forgotten
+
+    def prompt(self, place: int, ask: Ask) -> list[int]:
+        """Return the tokens that `ask` means now."""
+        keys = sorted(self.book(place).keys)
+        if ask.known is None or not keys:
+            return ask.chunks + ask.tail
+        known = unpack_tokens(keys[ask.known % len(keys)])
+        return (known + ask.chunks)[:MOST] + ask.tail if ask.longer else known + ask.tail
 
     def covers(self, held: Held, place: int, key: bytes) -> bool:
         """Return whether the prompt of `held` begins with the block that ends `key`."""

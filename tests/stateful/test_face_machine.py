@@ -11,8 +11,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.stateful.machine import FaceMachine
 from tests.stateful.overlap import OverlapMachine
 
-EXAMPLES = 45
-STEPS = 50
+EXAMPLES = 80
+STEPS = 30
 EXECUTED = 1000
 """Steps that each machine takes at least: two thousand together."""
 MACHINES = pytest.mark.parametrize("machine", [FaceMachine, OverlapMachine], ids=["one after the other", "overlapping"])

@@ -53,6 +53,7 @@ class Shape:
     low: float = 0.02
     high: float = 0.05
     drain: int = 30
+    write: str = "back"
     ample: bool = False
     """Whether the SSD tier holds all that a run can insert."""
 
@@ -70,6 +71,7 @@ class Shape:
             directory=str(directory),
             codec=self.codec,
             lease_share=1.0,
+            write_policy=self.write,
             watermark_low=self.low,
             watermark_high=self.high,
             drain_seconds=float(self.drain),
@@ -81,9 +83,9 @@ SHAPES = (
     Shape(hbm=4, dram=6, ssd=250, ample=True),
     Shape(hbm=4, dram=6, ssd=12, head_dim=512, low=0.3, high=0.5),
     Shape(hbm=4, dram=6, ssd=14, drain=0),
-    Shape(hbm=0, dram=6, ssd=250, ample=True, drain=0, low=0.3, high=0.5),
-    Shape(hbm=6, dram=8, ssd=40, head_dim=512, codec="zstd"),
-    Shape(hbm=4, dram=6, ssd=5, head_dim=512, low=0.3, high=0.5),
+    Shape(hbm=0, dram=6, ssd=250, ample=True, drain=0, low=0.3, high=0.5, write="through"),
+    Shape(hbm=6, dram=8, ssd=40, head_dim=512, codec="zstd", write="selective"),
+    Shape(hbm=4, dram=6, ssd=3, head_dim=512, low=0.3, high=0.5),
     Shape(hbm=4, dram=6, ssd=0, low=0.3, high=0.5),
 )
 
@@ -142,6 +144,8 @@ class World:
         self.reasons: Counter[Reason] = Counter()
         self.rotten: dict[tuple[int, int], tuple[int, bytes]] = {}
         """(position, slot) → (space, key) of what was corrupted in place and not yet found."""
+        self.trimmed = 0
+        """Times that a durable copy made room for another in this step."""
         self.spoilt: set[tuple[int, bytes]] = set()
         """What was ever corrupted since the opening: a copy under way may have taken it along."""
         self.open()
@@ -308,6 +312,7 @@ class World:
             chapter.ghosts |= lost
             chapter.acked &= found
         self.forgotten.clear()
+        self.trimmed = 0
 
     def check(self) -> None:
         """Audit the books, and compare every byte in memory with the oracle."""
@@ -345,6 +350,8 @@ class World:
                     assert np.array_equal(into, block_bytes(chapter.digest, key, self.spec)), "wrong bytes on disk"
 
     def _changed(self, change: Change) -> None:
+        if change.reason is Reason.TRIM:
+            self.trimmed += 1
         if change.after is None:
             self.reasons[change.reason] += len(change.blocks)
             if change.reason in _FORGETTING:
