@@ -58,8 +58,8 @@ class Seams:
     """What a test replaces: time, threads, copies, the disk, digests, the policy. Each default is what production runs.
 
     `values` is the class whose three operations touch the SSD tier's data. `retry` is how many seconds a store that refused is
-    left alone, `patience` how many closing gives moves under way, beyond what it may take to write down, `forgetting` how many
-    a delete waits for the disk.
+    left alone, `patience` how many closing gives moves under way beyond what it may take to write down, and readers a promotion
+    of which nothing comes, beyond what it may wait for room. `forgetting` is how many a delete waits for the disk.
     """
 
     clock: Clock = field(default_factory=MonotonicClock)
@@ -133,6 +133,7 @@ class Stack:
             seams.clock,
             admit=config.admit_ms / 1000,
             promote=config.promote_ms / 1000,
+            stall=seams.patience,
             watermark_low=config.watermark_low,
             watermark_high=config.watermark_high,
         )

@@ -38,16 +38,29 @@ class Promotion:
 
 
 class Traffic:
-    """Schedules the moves of one cache. Times are in seconds; watermarks are fractions of a tier's slots."""
+    """Schedules the moves of one cache. Times are in seconds; watermarks are fractions of a tier's slots.
+
+    A promotion of which nothing has come for `promote` and `stall` seconds is waited for no more.
+    """
 
     def __init__(
-        self, cache: Cache, mover: Mover, clock: Clock, *, admit: float, promote: float, watermark_low: float, watermark_high: float
+        self,
+        cache: Cache,
+        mover: Mover,
+        clock: Clock,
+        *,
+        admit: float,
+        promote: float,
+        stall: float,
+        watermark_low: float,
+        watermark_high: float,
     ) -> None:
         self._cache = cache
         self._mover = mover
         self._clock = clock
         self._admit = admit
         self._promote = promote
+        self._stall = stall
         self._low = [int(pool.capacity * watermark_low) for pool in cache.residency.slots]
         self._high = [
             max(low, int(pool.capacity * watermark_high)) for low, pool in zip(self._low, cache.residency.slots, strict=True)
@@ -169,10 +182,11 @@ class Traffic:
             steps = len(promotion.flights) + sum(flight.steps for flight in promotion.flights)
             if steps == seen:
                 promotion.readable.set()
+                promotion.done.set()
                 return
             seen = steps
             try:
-                async with asyncio.timeout(self._promote + _COPY_PATIENCE):
+                async with asyncio.timeout(self._promote + self._stall):
                     await promotion.readable.wait()
             except TimeoutError:
                 continue

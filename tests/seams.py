@@ -235,6 +235,7 @@ class Rig:
     digest: Digest = sha256
     retry: float = 0.02
     patience: float = 5.0
+    forgetting: float = 30.0
     copies: Copies = field(default_factory=Copies)
     threads: Threads = field(default_factory=Threads)
     disk: Disk = field(default_factory=Disk)
@@ -249,6 +250,7 @@ class Rig:
             digest=self.digest,
             retry=self.retry,
             patience=self.patience,
+            forgetting=self.forgetting,
         )
 
     def release(self) -> None:

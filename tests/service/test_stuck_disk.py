@@ -9,6 +9,7 @@ import pytest
 
 from tests.seams import PATIENCE, Rig
 from tests.service.caches import SIZE, leases, opened_kv, prompt, read, sink, small, store, tensor_of
+from tiercache.errors import StoreError
 
 LONG = 60_000
 """Milliseconds that no test waits for."""
@@ -66,3 +67,64 @@ async def test_an_insert_does_not_wait_as_long_as_a_promotion_may(tmp_path: Path
         await fetching
         await cache.settle()
         await cache.check()
+
+
+async def test_a_read_that_hangs_is_not_waited_for(tmp_path: Path, seed: int) -> None:
+    """With every read of SSD held, ready says what is there, gather gives that, prefetch ends; when it goes on all of it comes."""
+    rig = Rig(patience=0.05)
+    config = small(hbm=8, dram=8, directory=tmp_path / "ssd", promote_ms=10)
+    tokens = prompt(seed, 4)
+    async with opened_kv(config, rig) as (cache, kv):
+        await store(kv, tokens)
+        await sink(cache)
+        hold = rig.copies.hold("blocks")
+
+        async with asyncio.timeout(PATIENCE), kv.match(tokens) as hit:
+            assert (hit.tokens, await hit.ready(), (await hit.gather()).shape[2]) == (4 * SIZE, 0, 0)
+            await hold.reached()
+            assert await kv.prefetch(tokens) == 0
+
+        hold.release()
+        await cache.settle()
+        await cache.check()
+        assert await read(kv, tokens) == 4 * SIZE
+
+
+async def test_a_delete_that_the_disk_does_not_do_says_so(tmp_path: Path, seed: int) -> None:
+    """It raises in time; the prompt is not found all the same, and is gone for good once the disk goes on."""
+    rig = Rig(forgetting=0.05)
+    config = small(hbm=8, dram=8, directory=tmp_path / "ssd")
+    tokens = prompt(seed, 4)
+    async with opened_kv(config, rig) as (cache, kv):
+        await store(kv, tokens)
+        assert await kv.flush(tokens) == 4 * SIZE
+        hold = rig.copies.hold("discard")
+
+        async with asyncio.timeout(PATIENCE):
+            with pytest.raises(StoreError, match="a restart may bring it back"):
+                await kv.delete(tokens)
+
+        assert await read(kv, tokens) == 0
+        hold.release()
+        await cache.settle()
+        await cache.check()
+    async with opened_kv(config) as (_, kv):
+        assert await read(kv, tokens) == 0
+
+
+async def test_a_delete_that_closing_cuts_short_is_not_acknowledged(tmp_path: Path, seed: int) -> None:
+    """While the disk refuses to forget, a close ends the delete with an error: after a restart the prompt may be there."""
+    rig = Rig(patience=0.05)
+    config = small(hbm=8, dram=8, directory=tmp_path / "ssd", drain_seconds=0.05)
+    tokens = prompt(seed, 4)
+    async with opened_kv(config, rig) as (cache, kv):
+        await store(kv, tokens)
+        assert await kv.flush(tokens) == 4 * SIZE
+        rig.copies.fail("discard", StoreError("injected"), times=1 << 30)
+        deleting = asyncio.ensure_future(kv.delete(tokens))
+        await asyncio.sleep(0)
+
+        async with asyncio.timeout(PATIENCE):
+            await cache.close()
+            with pytest.raises(StoreError, match="a restart may bring it back"):
+                await deleting
