@@ -130,6 +130,8 @@ def _talker(
             portal.run(client.__aenter__())
             if client.boot is None:
                 out.print(f"No daemon at {path}: everything is computed.", style="yellow", soft_wrap=True)
+            elif out.is_terminal:
+                out.print(f"{loaded.namespace.model} with the cache of the daemon at {path}", style="dim", soft_wrap=True)
             options = {"max_new_tokens": tokens, "temperature": temperature, "seed": seed}
             with _runner(portal, client, loaded, out) as runner:
                 yield _Talker(portal, runner, loaded, options, system)

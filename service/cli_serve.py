@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import importlib.util
 import signal
+import sys
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from tiercache.service.daemon.daemon import Daemon
 from tiercache.service.daemon.logs import log_to_stderr
 
 _LEVELS = ("debug", "info", "warning", "error")
+_FORMATS = ("auto", "json", "text")
 
 
 def serve(
@@ -31,6 +33,7 @@ def serve(
     admin: Annotated[str | None, typer.Option(help="ADDRESS:PORT of the admin part on TCP.")] = None,
     admin_token_file: Annotated[str | None, typer.Option(help="The file with the bearer token for it.")] = None,
     log_level: Annotated[str, typer.Option(help=f"One of {', '.join(_LEVELS)}.")] = "info",
+    log_format: Annotated[str, typer.Option(help="json, text, or auto: text on a terminal.")] = "auto",
 ) -> None:
     """Run the daemon until SIGTERM or SIGINT.
 
@@ -38,7 +41,9 @@ def serve(
     """
     if log_level not in _LEVELS:
         raise typer.BadParameter(f"{log_level!r} is none of {', '.join(_LEVELS)}", param_hint="--log-level")
-    log_to_stderr(log_level)
+    if log_format not in _FORMATS:
+        raise typer.BadParameter(f"{log_format!r} is none of {', '.join(_FORMATS)}", param_hint="--log-format")
+    log_to_stderr(log_level, words=log_format == "text" or (log_format == "auto" and sys.stderr.isatty()))
     sizes = {"hbm": hbm, "dram": dram, "ssd": ssd}
     given = {"directory": directory, "admin": admin, "admin_token_file": admin_token_file}
     try:

@@ -110,8 +110,10 @@ class KVSpec:
         _refuse_other_attention(config)
         text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         _refuse_other_attention(text)
-        kinds = (dtype, *(_field(owner, name) for owner in (text, config) for name in ("dtype", "torch_dtype")))
-        name = str(next((kind for kind in kinds if kind is not None), "float32")).removeprefix("torch.")
+        # One after the other: where the new name of the field is known, reading the old one warns.
+        fields = (_field(owner, name) for owner in (text, config) for name in ("dtype", "torch_dtype"))
+        kind = dtype or next((kind for kind in fields if kind is not None), "float32")
+        name = str(kind).removeprefix("torch.")
         layers = _number(text, "num_hidden_layers")
         rank = _field(text, "kv_lora_rank")
         if rank is not None:

@@ -18,7 +18,7 @@ from tests.service.daemon.raw import daemon_of, fetched, names_in, session_at, s
 from tiercache.errors import InvalidConfig, StoreError
 from tiercache.service import wire
 from tiercache.service.daemon.daemon import Daemon
-from tiercache.service.daemon.logs import Lines
+from tiercache.service.daemon.logs import Lines, Words
 
 
 @contextlib.asynccontextmanager
@@ -202,7 +202,10 @@ async def test_logs_hold_no_prompt(folder: Path, caplog: pytest.LogCaptureFixtur
     caplog.set_level("DEBUG", logger="tiercache")
     async with busy(folder) as daemon:
         await get(daemon.path, "/v1/stats")
-    lines = [Lines().format(record) for record in caplog.records if record.name.startswith("tiercache")]
+    records = [record for record in caplog.records if record.name.startswith("tiercache")]
+    lines = [Lines().format(record) for record in records]
+    words = [Words().format(record) for record in records]
 
     assert len(lines) >= 4 and all(line.startswith('{"time":') for line in lines)
-    assert not any(str(token) in line for line in lines for token in prompt(1, 4))
+    assert not any(str(token) in line for line in [*lines, *words] for token in prompt(1, 4))
+    assert any(line.split(" ", 1)[1].startswith("serving socket=") for line in words)
