@@ -9,7 +9,7 @@ from tiercache.errors import StoreError, Untrusted
 from tiercache.kernels.host import copy_layer
 from tiercache.keys import Digest, block_keys, sha256
 from tiercache.storage.checksum import verify
-from tiercache.storage.contract import Put, Store
+from tiercache.storage.contract import Planes, Put, Store
 from tiercache.storage.workers import Lane, Workers
 from tiercache.transfer import Discard, Report, Transfer
 from tiercache.types import Identity
@@ -81,6 +81,10 @@ class StoreCopier:
         """Write all blocks in one call, so that the store makes few transactions of them."""
         return await self._workers.run(Lane.WRITE, self._put, transfer)
 
+    async def put_views(self, transfer: Transfer, low: int, high: int, parent: bytes, views: Sequence[Planes]) -> Report:
+        """Write blocks `low` to `high`, whose bytes are in `views`; `parent` is the durable key of the block before them."""
+        return await self._workers.run(Lane.WRITE, self._put_views, transfer, low, high, parent, views)
+
     async def discard(self, discard: Discard) -> None:
         """Remove records."""
         await self._workers.run(Lane.WRITE, self._stores[discard.position].discard, discard.slots)
@@ -111,25 +115,30 @@ class StoreCopier:
 
     def _blocks(self, transfer: Transfer, low: int, high: int) -> Report:
         target = self._stores[transfer.to]
-        identities = _identities(transfer, transfer.keys)
+        known = identities(transfer, transfer.keys)
         for block in range(low, high):
             into = target.view(transfer.slots_to[block])
             assert into is not None
             try:
-                self._stores[transfer.sources[block]].fetch(transfer.slots_from[block], identities[block], into)
+                self._stores[transfer.sources[block]].fetch(transfer.slots_from[block], known[block], into)
             except StoreError as error:
                 # A read that failed may work the next time; only bytes that failed their check are given up.
                 return Report(arrived=block - low, error=error, rotten=isinstance(error, Untrusted))
         return Report(arrived=high - low)
 
     def _put(self, transfer: Transfer) -> Report:
-        keys = block_keys(transfer.namespace, transfer.parent_key, transfer.symbols, transfer.stride, self._digest)
-        identities = _identities(transfer, keys)
-        items: list[Put] = []
+        views: list[Planes] = []
         for block in range(transfer.count):
             view = self._stores[transfer.sources[block]].view(transfer.slots_from[block])
             assert view is not None
-            items.append(Put(transfer.slots_to[block], identities[block], view))
+            views.append(view)
+        return self._put_views(transfer, 0, transfer.count, transfer.parent_key, views)
+
+    def _put_views(self, transfer: Transfer, low: int, high: int, parent: bytes, views: Sequence[Planes]) -> Report:
+        symbols = transfer.symbols[low * transfer.stride : high * transfer.stride]
+        keys = block_keys(transfer.namespace, parent, symbols, transfer.stride, self._digest)
+        known = identities(transfer, keys, low=low, parent=parent)
+        items = [Put(slot, identity, view) for slot, identity, view in zip(transfer.slots_to[low:high], known, views, strict=True)]
         outcomes = self._stores[transfer.to].put(items)
         good = next((place for place, outcome in enumerate(outcomes) if outcome.error is not None), len(outcomes))
         error = outcomes[good].error if good < len(outcomes) else None
@@ -139,12 +148,17 @@ class StoreCopier:
         )
 
 
-def _identities(transfer: Transfer, keys: Sequence[bytes] | None) -> list[Identity]:
-    """Return who the blocks are. Without keys only the checksums count: memory keeps no others."""
+def identities(transfer: Transfer, keys: Sequence[bytes] | None, *, low: int = 0, parent: bytes | None = None) -> list[Identity]:
+    """Return who the blocks from `low` on are, as far as `keys` go. Without keys only the checksums count: memory keeps no others.
+
+    `parent` is the durable key of the block before them, of the transfer's parent when None.
+    """
     stride = transfer.stride
-    known = keys if keys is not None else [b""] * transfer.count
-    parents = [transfer.parent_key, *known[:-1]]
+    known = keys if keys is not None else [b""] * (transfer.count - low)
+    parents = [transfer.parent_key if parent is None else parent, *known[:-1]]
     return [
-        Identity(transfer.namespace, 0, 0, key, parent, transfer.symbols[block * stride : (block + 1) * stride], checksum)
-        for block, (key, parent, checksum) in enumerate(zip(known, parents, transfer.checksums, strict=True))
+        Identity(transfer.namespace, 0, 0, key, above, transfer.symbols[block * stride : (block + 1) * stride], checksum)
+        for block, (key, above, checksum) in enumerate(
+            zip(known, parents, transfer.checksums[low : low + len(known)], strict=True), low
+        )
     ]

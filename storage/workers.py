@@ -27,6 +27,10 @@ class Lane(enum.Enum):
     """From a durable store."""
     WRITE = "write"
     """To a durable store."""
+    DOWN = "down"
+    """Waits until a device has copied out of its memory."""
+    UP = "up"
+    """Waits until a device has copied into its memory."""
 
 
 class Workers(Protocol):

@@ -1,0 +1,207 @@
+"""The copies of a transfer that begin or end on a device: enqueued on a stream, waited for by its events alone.
+
+* Out of the device and into it there is a stream and a lane of waiting each, so that neither way stands behind the other.
+* A copy is over when its event has happened, not when it is enqueued. Until then the transfer owns its slots, whatever befell
+  the enqueueing: the event is recorded and waited for also when that failed half-way.
+* A stage on the device goes to its next user at once, with the event after which that one's stream may touch it. A stage in host
+  memory is given back only after the event: threads write it without looking at any stream.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from tiercache.errors import StoreError, Untrusted
+from tiercache.kernels.device import Device, Event, Stream
+from tiercache.storage.checksum import verify
+from tiercache.storage.contract import Planes, Store
+from tiercache.storage.copier import StoreCopier, identities
+from tiercache.storage.device_arena import DeviceArena
+from tiercache.storage.staging import Ring, Stage
+from tiercache.storage.workers import Lane, Workers
+from tiercache.transfer import Discard, Report, Transfer
+
+
+class DeviceCopier:
+    """A Copier whose tier at position 0 is `arena`; copies between the tiers below are those of `inner`."""
+
+    def __init__(
+        self, inner: StoreCopier, stores: Sequence[Store], arena: DeviceArena, device: Device, ring: Ring, workers: Workers
+    ) -> None:
+        self._inner = inner
+        self._stores = stores
+        self._arena = arena
+        self._ring = ring
+        self._workers = workers
+        self._streams = {lane: (device.stream(), threading.Lock()) for lane in (Lane.DOWN, Lane.UP)}
+
+    def layers(self, transfer: Transfer) -> int:
+        """Return how many layers the blocks have."""
+        return self._inner.layers(transfer)
+
+    def chunks(self, transfer: Transfer) -> Sequence[tuple[int, int]]:
+        """Return ranges of at most a stage's blocks where a stage is needed."""
+        if not self._concerns(transfer):
+            return self._inner.chunks(transfer)
+        step = self._ring.blocks
+        return [(low, min(low + step, transfer.count)) for low in range(0, transfer.count, step)]
+
+    async def verify(self, transfer: Transfer) -> Report:
+        """Check the blocks where they lie in host memory; from the device they are checked where they arrive."""
+        return await self._inner.verify(transfer)
+
+    async def layer(self, transfer: Transfer, layer: int, count: int) -> None:
+        """Copy one layer of the first `count` blocks up.
+
+        The device can't check what arrived. So after the last layer the sources are checked once more: bytes that are right
+        before all copies and after them were right in between.
+        """
+        if transfer.to != 0:
+            await self._inner.layer(transfer, layer, count)
+            return
+        step = self._ring.blocks * self._arena.geometry.layers
+        for low in range(0, count, step):
+            high = min(low + step, count)
+            async with self._ring.lend() as stage:
+                event = await self._enqueued(Lane.UP, stage, self._layer_up, transfer, layer, low, high)
+            await self._workers.run(Lane.UP, event.wait)
+        if layer + 1 == self._arena.geometry.layers:
+            report = await self._inner.verify(transfer)
+            if report.error is not None and report.arrived < count:
+                raise report.error
+
+    async def blocks(self, transfer: Transfer, low: int, high: int) -> Report:
+        """Copy blocks `low` to `high` down into host memory, or from a disk up, each verified on the host's side."""
+        if not self._concerns(transfer):
+            return await self._inner.blocks(transfer, low, high)
+        if transfer.to == 0:
+            return await self._up(transfer, low, high)
+        async with self._ring.lend() as stage:
+            event = await self._enqueued(Lane.DOWN, stage, self._down, transfer, low, high)
+        await self._workers.run(Lane.DOWN, event.wait)
+        return await self._workers.run(Lane.COPY, self._arrived, transfer, low, high)
+
+    async def put(self, transfer: Transfer) -> Report:
+        """Write all blocks to a durable store, in chain order, those of the device by way of stages."""
+        if not self._concerns(transfer):
+            return await self._inner.put(transfer)
+        total = Report(arrived=0)
+        for low, high in self.chunks(transfer):
+            async with self._ring.lend() as stage:
+                event = await self._enqueued(Lane.DOWN, stage, self._to_host, transfer, low, high)
+                await self._workers.run(Lane.DOWN, event.wait)
+                views = self._views(transfer, low, high, stage)
+                parent = total.keys[-1] if total.keys else transfer.parent_key
+                report = await self._inner.put_views(transfer, low, high, parent, views)
+            total.arrived += report.arrived
+            total.keys += report.keys
+            total.charges += report.charges
+            if report.error is not None:
+                total.error, total.rotten = report.error, report.rotten
+                break
+        return total
+
+    async def discard(self, discard: Discard) -> None:
+        """Remove records from a durable store."""
+        await self._inner.discard(discard)
+
+    # --- on the event loop ------------------------------------------------------------------------------------------------
+
+    def _concerns(self, transfer: Transfer) -> bool:
+        return transfer.to == 0 or 0 in transfer.sources
+
+    async def _up(self, transfer: Transfer, low: int, high: int) -> Report:
+        async with self._ring.lend() as stage:
+            durable = any(self._stores[position].durable for position in transfer.sources[low:high])
+            report = await self._workers.run(Lane.READ if durable else Lane.COPY, self._fetch, transfer, low, high, stage)
+            if report.arrived:
+                event = await self._enqueued(Lane.UP, stage, self._from_host, transfer, low, low + report.arrived)
+                await self._workers.run(Lane.UP, event.wait)
+        return report
+
+    def _views(self, transfer: Transfer, low: int, high: int, stage: Stage) -> list[Planes]:
+        views: list[Planes] = []
+        for place in range(low, high):
+            view = self._stores[transfer.sources[place]].view(transfer.slots_from[place])
+            views.append(stage.host[place - low] if view is None else view)
+        return views
+
+    async def _enqueued(self, lane: Lane, stage: Stage, enqueue: Callable[..., None], *args: object) -> Event:
+        """Have a copy enqueued by way of `stage`, and return its event; it is also in `stage.after`."""
+        return await self._workers.run(Lane.COPY, self._enqueue, lane, stage, enqueue, args)
+
+    # --- on worker threads ------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, lane: Lane, stage: Stage, enqueue: Callable[..., None], args: Sequence[object]) -> Event:
+        stream, turn = self._streams[lane]
+        with turn:
+            if stage.after is not None:
+                stream.wait(stage.after)
+            try:
+                enqueue(stream, stage, *args)
+            except BaseException:
+                stage.after = stream.record()
+                # What was enqueued before the failure still runs, and writes slots that the caller is about to free.
+                stage.after.wait()
+                raise
+            stage.after = stream.record()
+            return stage.after
+
+    def _down(self, stream: Stream, stage: Stage, transfer: Transfer, low: int, high: int) -> None:
+        """Enqueue the way from the device's pool to slots in host memory."""
+        target = self._stores[transfer.to]
+        assert not any(transfer.sources[low:high]), "what goes down into memory comes from the tier above it"
+        stream.gather(self._arena.pool, transfer.slots_from[low:high], stage.memory)
+        size = self._arena.geometry.block_bytes
+        for place in range(low, high):
+            into = target.view(transfer.slots_to[place])
+            assert into is not None and into.flags.c_contiguous, "the tier below is block-first memory"
+            stream.read(stage.memory, (place - low) * size, into.reshape(-1))
+
+    def _to_host(self, stream: Stream, stage: Stage, transfer: Transfer, low: int, high: int) -> None:
+        """Enqueue the way of those blocks that lie on the device to the stage's host memory."""
+        own = [place for place in range(low, high) if transfer.sources[place] == 0]
+        stream.gather(self._arena.pool, [transfer.slots_from[place] for place in own], stage.memory)
+        size = self._arena.geometry.block_bytes
+        for number, place in enumerate(own):
+            stream.read(stage.memory, number * size, stage.host[place - low].reshape(-1))
+
+    def _from_host(self, stream: Stream, stage: Stage, transfer: Transfer, low: int, high: int) -> None:
+        """Enqueue the way from the stage's host memory to the device's pool."""
+        stream.write(stage.host[: high - low].reshape(-1), stage.memory, 0)
+        planes = self._arena.geometry.planes
+        stream.scatter(stage.memory, self._arena.pool, transfer.slots_to[low:high], first=0, planes=planes)
+
+    def _layer_up(self, stream: Stream, stage: Stage, transfer: Transfer, layer: int, low: int, high: int) -> None:
+        """Enqueue the way of one layer from slots in host memory to the device's pool."""
+        geometry = self._arena.geometry
+        first, size = layer * geometry.parts, geometry.parts * geometry.unit_bytes
+        for place in range(low, high):
+            source = self._stores[transfer.sources[place]].view(transfer.slots_from[place])
+            assert source is not None and source.flags.c_contiguous, "the tier below is block-first memory"
+            stream.write(source[first : first + geometry.parts].reshape(-1), stage.memory, (place - low) * size)
+        stream.scatter(stage.memory, self._arena.pool, transfer.slots_to[low:high], first=first, planes=geometry.parts)
+
+    def _fetch(self, transfer: Transfer, low: int, high: int, stage: Stage) -> Report:
+        """Bring blocks from below into the stage's host memory, verified."""
+        known = identities(transfer, transfer.keys)
+        for place in range(low, high):
+            store = self._stores[transfer.sources[place]]
+            try:
+                store.fetch(transfer.slots_from[place], known[place], stage.host[place - low])
+            except StoreError as error:
+                return Report(arrived=place - low, error=error, rotten=isinstance(error, Untrusted))
+        return Report(arrived=high - low)
+
+    def _arrived(self, transfer: Transfer, low: int, high: int) -> Report:
+        """Verify what came down, where it lies now."""
+        target = self._stores[transfer.to]
+        for place in range(low, high):
+            view = target.view(transfer.slots_to[place])
+            assert view is not None
+            try:
+                verify(view, transfer.checksums[place], f"copy in {target.tier} slot {transfer.slots_to[place]}")
+            except Untrusted as error:
+                return Report(arrived=place - low, error=error, rotten=True)
+        return Report(arrived=high - low)

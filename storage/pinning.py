@@ -1,0 +1,39 @@
+"""Pinning a host arena for a device: in chunks, all of it or nothing, and never silently nothing."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from tiercache.errors import MemoryRefused
+from tiercache.kernels.device import Device
+from tiercache.kernels.host import Bytes
+
+CHUNK = 1 << 30
+"""Bytes that one call of the driver pins. It holds locks meanwhile, and has limits on one call that it does not have on many."""
+
+
+class Pinning:
+    """Host memory, registered with a device as long as this lives.
+
+    A device that refuses a chunk gets back those before it: half an arena pinned would make some blocks fast and others not, and
+    keep from others what they could pin whole. Then the memory stays pageable, copies take a detour, and `refused` says why.
+    """
+
+    def __init__(self, device: Device, memory: Bytes, *, chunk: int = CHUNK) -> None:
+        self.refused: str | None = None
+        """Why the memory is pageable; None when it is pinned."""
+        self._given = ExitStack()
+        with ExitStack() as taken:
+            try:
+                for start in range(0, memory.nbytes, chunk):
+                    part = memory[start : start + chunk]
+                    device.register(part)
+                    taken.callback(device.unregister, part)
+            except MemoryRefused as error:
+                self.refused = str(error)
+            else:
+                self._given = taken.pop_all()
+
+    def close(self) -> None:
+        """Unpin. May be called twice."""
+        self._given.close()

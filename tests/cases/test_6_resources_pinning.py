@@ -1,0 +1,58 @@
+"""Kind 6, resources: the part of Q3 that is a device's."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.device_rig import device_house, is_exact, keys_of
+from tests.fake_device import FakeDevice
+from tiercache.storage.memory import HostMemory
+from tiercache.storage.pinning import Pinning
+
+CHUNK = 1 << 16
+
+
+@pytest.mark.parametrize("chunks", [0, 3, 5])
+def test_q3_pinning_that_is_refused_gives_back_what_it_had(chunks: int) -> None:
+    """Refused at the first chunk, in the middle or at the last: nothing stays pinned, the memory is pageable, and it is said."""
+    device = FakeDevice(1)
+    device.most_registered = chunks
+    with closing(HostMemory(5 * CHUNK + 4096)) as memory:
+        pinning = Pinning(device, memory.array, chunk=CHUNK)
+
+        assert device.registered == []
+        assert pinning.refused == f"{CHUNK if chunks < 5 else 4096} bytes can't be pinned"
+        pinning.close()
+
+
+def test_q3_pinned_memory_is_pinned_whole_and_unpinned_at_the_end() -> None:
+    """Every byte is registered once, in chunks; closing, also twice, gives all of it back."""
+    device = FakeDevice(1)
+    with closing(HostMemory(5 * CHUNK + 4096)) as memory:
+        pinning = Pinning(device, memory.array, chunk=CHUNK)
+
+        start = memory.array.__array_interface__["data"][0]
+        assert pinning.refused is None
+        assert device.registered == [
+            (start + place, min(CHUNK, 5 * CHUNK + 4096 - place)) for place in range(0, 5 * CHUNK + 4096, CHUNK)
+        ]
+        pinning.close()
+        pinning.close()
+        assert device.registered == []
+
+
+async def test_q3_after_a_refused_pinning_copies_work(tmp_path: Path, seed: int) -> None:
+    """The next operation of the device is as good as any."""
+    [key] = keys_of(seed, 1, 4)
+    async with device_house(tmp_path, seed, hbm=4, dram=4) as house:
+        house.device.most_registered = 0
+        with closing(HostMemory(CHUNK)) as memory:
+            assert Pinning(house.device, memory.array).refused is not None
+        house.insert(key)
+        house.demote(4)
+        await house.stack.traffic.settle()
+
+        assert len(house.found(key)) == 4 and is_exact(house.found(key), key)
