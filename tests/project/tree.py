@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("bench", "kernels", "service", "storage")
 """The root's folders that are packages of `tiercache`, each with a link in it."""
 
-_SKIPPED = {".git", ".venv", "build", "dist", "shared", "htmlcov"}
+_SKIPPED = {".git", ".hypothesis", ".venv", "build", "dist", "shared", "htmlcov"}
 
 
 def pyproject() -> dict[str, Any]:
@@ -23,7 +23,7 @@ def pyproject() -> dict[str, Any]:
 def files(root: Path = ROOT) -> Iterator[Path]:
     """Yield the files of the repository; links are not followed, what was built or installed is left out."""
     for path in sorted(root.iterdir()):
-        built = path.name in _SKIPPED or path.name.endswith(("_cache", ".egg-info")) or path.name in ("__pycache__", ".hypothesis")
+        built = path.name in _SKIPPED or path.name.endswith(("_cache", ".egg-info")) or path.name == "__pycache__"
         if path.is_symlink() or (root == ROOT and built) or path.name == "__pycache__":
             continue
         if path.is_dir():
