@@ -103,6 +103,10 @@ class Release(_Request, frozen=True, tag="release"):
     lease: int
 
 
+class Renew(_Request, frozen=True, tag="renew"):
+    """Says that this client lives: all its leases and reservations stand for another `lease_ms` from now on."""
+
+
 class Distrust(_Request, frozen=True, tag="distrust"):
     """Says that block number `block` of a lease failed its check; the daemon looks for itself."""
 
@@ -231,7 +235,7 @@ class Welcome(_Reply, frozen=True, tag="welcome"):
 
     The limits: `tokens`, the longest prompt; `frame`, bytes of the longest frame; `requests`, how many wait for their reply;
     `leases` (pins too) and `reservations`; `prompts` and `prompt_bytes`, how many prompts, and how much of them in all, are kept as
-    bases.
+    bases; `lease_ms`, milliseconds for which leases that are copied from, and reservations, stand without a Renew.
     """
 
     version: int
@@ -330,7 +334,10 @@ class Arrived(msgspec.Struct, array_like=True, frozen=True, tag="arrived"):
 
 
 class Lost(msgspec.Struct, array_like=True, frozen=True, tag="lost"):
-    """Notice: a lease has ended without its reader's doing."""
+    """Notice: a lease, or a reservation, has ended without its holder's doing; `lease` is its number.
+
+    What is read in place is never lost. The slots of a reservation are kept from use until it is closed or the process is gone.
+    """
 
     lease: int
     reason: str
@@ -350,6 +357,7 @@ Request = (
     | InPlace
     | Take
     | Release
+    | Renew
     | Distrust
     | Reserve
     | Commit

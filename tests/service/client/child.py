@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import threading
 from dataclasses import asdict
@@ -19,8 +21,10 @@ if __name__ == "__main__":
 import torch
 
 from tests.service.caches import LARGE, SPACE, is_exact, prompt, tensor_of
+from tiercache.errors import LeaseLost
 from tiercache.service.client import copies
 from tiercache.service.client.client import Client, connect
+from tiercache.service.client.remote_kv import RemoteKV
 
 BLOCKS = 24
 
@@ -49,9 +53,37 @@ def stick(name: str) -> None:
     setattr(copies, name, stuck)
 
 
+async def stopped(kv: RemoteKV, seed: int) -> None:
+    """Hold three hits, one in place; stop, and say what became of them."""
+    prompts = [prompt(seed + number, 1) for number in range(3)]
+    async with kv.match(prompts[0]) as evicted, kv.match(prompts[1]) as kept, kv.match(prompts[2]) as placed:
+        await evicted.layer(0)
+        seen = placed.view(0, 1)[0]
+        await kept.ready()
+        say(pid=os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        found = {"layer": "", "gathered": -1, "view": "", "in_place": False, "again": False}
+        try:
+            kept.view(0, 0)
+        except LeaseLost as error:
+            found["view"] = type(error).__name__
+        try:
+            await evicted.layer(1)
+        except LeaseLost as error:
+            found["layer"] = type(error).__name__
+        found["gathered"] = (await evicted.gather()).shape[2]
+        found["in_place"] = torch.equal(seen.view(torch.uint8), tensor_of(prompts[2], spec=LARGE)[1, 0].view(torch.uint8))
+    async with kv.match(prompts[1]) as hit:
+        found["again"] = hit.tokens == 16 and is_exact(await hit.gather(), prompts[1], spec=LARGE)
+    say(**found)
+
+
 async def run(role: str, client: Client, seed: int) -> None:
     """Play a role."""
     kv = await client.open(SPACE, LARGE)
+    if role == "stopped":
+        await stopped(kv, seed)
+        return
     tokens = prompt(seed, BLOCKS)
     data = tensor_of(tokens, spec=LARGE)
     if role == "write":
