@@ -96,7 +96,8 @@ class Connection:
         except TimeoutError:
             miss = Miss("slow", f"no session within {deadline} s")
         except OSError as error:
-            miss = Miss("away", f"no session: {error}")
+            crowded = connection._channel is not None and connection._channel.crowded
+            miss = Miss("busy" if crowded else "away", f"no session: {error}")
         except BaseException:
             connection.end("closed")
             raise

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 from aiohttp import WSMsgType, web
 
@@ -35,11 +35,14 @@ from tiercache.sizes import parse_size
 log = logging.getLogger(__name__)
 
 _GRACE = 1.0
-"""Seconds between the end of a connection and that of its process's memory, where no pidfd tells."""
+"""Seconds between the end of a connection and that of its process's memory, where no pidfd tells; and until a connection that is
+refused must have asked for something."""
 _REQUESTS_END = 5.0
 """Seconds that running requests get when the daemon stops."""
 _MORE_CONNECTIONS = 64
 """Connections that are no sessions."""
+_MOST_REFUSED = 256
+"""Connections that are being told that they are too many."""
 
 
 class Daemon:
@@ -65,6 +68,7 @@ class Daemon:
         self._servers: list[asyncio.Server] = []
         self._descriptors: Descriptors | None = None
         self._handling: set[asyncio.Task[object]] = set()
+        self._refused: set[_Refusing] = set()
 
     # --- beginning and end ------------------------------------------------------------------------------------------------
 
@@ -156,7 +160,7 @@ class Daemon:
 
         def make() -> asyncio.Protocol:
             server = runner.server
-            return _Refusing() if server is None or len(server.connections) >= most else server()
+            return _Refusing(self._refused) if server is None or len(server.connections) >= most else server()
 
         loop = asyncio.get_running_loop()
         listen = loop.create_unix_server if local else loop.create_server
@@ -253,11 +257,34 @@ class _Line:
 
 
 class _Refusing(asyncio.Protocol):
-    """Closes a connection that is one too many."""
+    """Answers a connection that is one too many, whatever it asks for, and closes it.
+
+    Not before it has asked: it would find the connection closed, and never read the answer. `among` are those that are being
+    refused; when they are too many, too, it is closed without a word.
+    """
+
+    def __init__(self, among: set[_Refusing]) -> None:
+        self._among = among
+        self._stream: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
+        self._stream = cast(asyncio.Transport, transport)  # uvloop's is one, and no subclass
+        if len(self._among) >= _MOST_REFUSED:
+            self._stream.abort()
+            return
+        self._among.add(self)
+        self._timer = asyncio.get_running_loop().call_later(_GRACE, self._stream.abort)
+
+    def data_received(self, data: bytes) -> None:
+        if self._stream is not None and not self._stream.is_closing():
+            self._stream.write(wire.CROWDED)
+            self._stream.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._among.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from tiercache.service.client.client import Client, connect
 from tiercache.service.client.remote_kv import RemoteKV
 
 BLOCKS = 24
+ON_UVLOOP = "-on-uvloop"
 
 
 def say(**what: object) -> None:
@@ -122,8 +124,10 @@ async def main() -> None:
     """Connect, and play."""
     role, address, seed = sys.argv[1:]
     async with connect(address, deadline=60.0) as client:
-        await run(role, client, int(seed))
+        await run(role.removesuffix(ON_UVLOOP), client, int(seed))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    factory = importlib.import_module("uvloop").new_event_loop if sys.argv[1].endswith(ON_UVLOOP) else None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(main())

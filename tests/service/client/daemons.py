@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web_app
 
 from tiercache.config import Config
@@ -42,7 +43,8 @@ class Process:
         tiers = ", ".join(f'{{tier = "{tier.tier}", capacity = {tier.bytes}}}' for tier in config.tiers)
         self._file.write_text(
             f"tiers = [{tiers}]\ndirectory = '{config.directory or directory / 'data'}'\nadmit_ms = {config.admit_ms}\n"
-            f"promote_ms = {config.promote_ms}\nlease_share = 1.0\ndrain_seconds = 0.0\n"
+            f"promote_ms = {config.promote_ms}\nlease_share = 1.0\ndrain_seconds = 0.0\n[limits]\n"
+            + "".join(f"{name} = {value!r}\n" for name, value in msgspec.to_builtins(config.limits).items())
         )
         self.process: subprocess.Popen[bytes] | None = None
 

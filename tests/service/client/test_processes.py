@@ -205,6 +205,16 @@ async def test_a_daemon_that_is_stopped_is_a_miss(seed: int) -> None:
             assert client.stats().misses.keys() == {"slow"} and client.stats().sessions == 1
 
 
+async def test_a_client_on_another_loop(seed: int) -> None:
+    """Engines run uvloop: everything a client does goes there, too."""
+    async with running(roomy()) as (_, address), connect(address, deadline=60.0) as client:
+        child = Child("read-on-uvloop", address, seed)
+        await store(await client.open(SPACE, LARGE), prompt(seed, BLOCKS))
+        found = await child.says()
+
+        assert child.end() == 0 and found["exact"] and found["tokens"] == BLOCKS * SIZE and found["misses"] == {}
+
+
 async def test_a_million_tokens_in_one_match(seed: int) -> None:
     """Found whole, with what is new alone on the wire when the prompt grows."""
     spec = type(LARGE)(layers=1, kv_heads=1, head_dim=8, dtype="int8", block_size=256)
