@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -47,14 +48,20 @@ def memory_of(pid: int) -> int:
     return int(found[1]) * 1024
 
 
+def reading(raw: Raw) -> Any:
+    """Return what can be told to read no more, and to go on."""
+    connection = raw.ws._response.connection
+    assert connection is not None
+    return connection.protocol
+
+
 @asynccontextmanager
 async def deaf(path: Path, spec: KVSpec) -> AsyncIterator[tuple[Raw, int]]:
     """A session whose client reads nothing from now on, and its namespace."""
     async with connected(path) as raw:
         await raw.hello()
         opened = await raw.open(spec=spec)
-        protocol = raw.ws._response.connection.protocol  # type: ignore[union-attr]
-        protocol.pause_reading()
+        reading(raw).pause_reading()
         yield raw, opened.kv
         raw.ws._response.close()
 
@@ -134,13 +141,12 @@ async def test_r4_a_slow_client_that_reads_is_not_ended(folder: Path, seed: int)
             await store(await client.open(SPACE, TINY), tokens)
         opened = await raw.open(spec=TINY)
         [session] = daemon.house.sessions
-        protocol = raw.ws._response.connection.protocol  # type: ignore[union-attr]
         for _ in range(4):
-            protocol.pause_reading()
+            reading(raw).pause_reading()
             sent = [await raw.send(wire.Match, kv=opened.kv, prompt=whole(tokens, number=number)) for number in range(2)]
             await until(lambda: session._outbox.due() is not None)
             clock.advance(20.0)
-            protocol.resume_reading()
+            reading(raw).resume_reading()
             for number in sent:
                 answer = await raw.reply(number)
                 assert isinstance(answer, wire.Leased) and answer.blocks == LONG
