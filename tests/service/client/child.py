@@ -91,6 +91,18 @@ async def run(role: str, client: Client, seed: int) -> None:
     if role == "write":
         say(stored=list(await kv.insert(tokens, data)))
         return
+    if role == "write-in-place":
+        async with kv.reserve(tokens) as room:
+            for number, block in enumerate(room.blocks):
+                block.copy_(data[:, :, number * 16 : (number + 1) * 16])
+            say(stored=[await room.commit(len(tokens)), 0, 0])
+        return
+    if role == "read-in-place":
+        async with kv.match(tokens) as hit:
+            layers = [[torch.stack(hit.view(block, layer)) for block in range(BLOCKS)] for layer in range(LARGE.layers)]
+            whole = torch.stack([torch.cat(blocks, 1) for blocks in layers])
+            say(tokens=hit.tokens, exact=hit.is_in_place and is_exact(whole, tokens, spec=LARGE), **asdict(client.stats()))
+        return
     if role == "read":
         async with kv.match(tokens) as hit:
             exact = is_exact(await hit.gather(), tokens, spec=LARGE)
