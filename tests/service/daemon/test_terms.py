@@ -12,6 +12,7 @@ import pytest
 from tests.seams import FakeClock, Rig
 from tests.service.caches import prompt, small
 from tests.service.client.fake import until
+from tests.service.daemon.http import get
 from tests.service.daemon.raw import Handed, Raw, are_exact, daemon_of, fetched, fill, session_at, stored, whole
 from tiercache.cache import Cache
 from tiercache.config import Limits
@@ -279,3 +280,27 @@ async def test_the_heartbeat_sees_what_holds_the_loop() -> None:
     assert heart.longest >= 0.3 - INTERVAL and heart.longest == max(said) and heart.ticks == len(said) == ticks
     assert sum(heart.counts[EDGES.index(0.25) :]) >= 1 and heart.total == pytest.approx(sum(said))
     assert len(complaints) == 1
+
+
+async def test_figures_say_what_was_lost_and_how_late_the_loop_is(folder: Path) -> None:
+    """In the statistics and for Prometheus, the same ticks in both; the longest is in the last class that has any."""
+    async with house(folder) as (daemon, clock, _), member(daemon) as (raw, opened, _):
+        await raw.call(wire.Leased, wire.Match, kv=opened.kv, prompt=whole(TOKENS))
+        await raw.call(wire.Reserved, wire.Reserve, kv=opened.kv, prompt=whole(TOKENS))
+        clock.advance(TERM)
+        daemon.house.terms.sweep()
+        await until(lambda: daemon.heartbeat.ticks > 2)
+        daemon.heartbeat.stop()
+        _, stats = await get(daemon.path, "/v1/stats")
+        _, text = await get(daemon.path, "/metrics")
+
+        assert stats["counts"]["lost"] == {"leases": 1, "reservations": 1} and stats["counts"]["stalled"] == 0
+        loop = stats["loop"]
+        assert sum(one["ticks"] for one in loop["lags"]) == loop["ticks"] > 2
+        last = [one["upto"] for one in loop["lags"] if one["ticks"]][-1]
+        assert 0 <= loop["lag_max"] <= (last or float("inf")) and loop["lag_sum"] >= loop["lag_max"]
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        assert float(lines['tiercache_loop_lag_seconds_bucket{le="+Inf"}']) == loop["ticks"]
+        assert float(lines["tiercache_loop_lag_longest_seconds"]) == loop["lag_max"]
+        assert float(lines['tiercache_lost_total{what="lease"}']) == float(lines['tiercache_lost_total{what="reservation"}']) == 1
+        assert float(lines["tiercache_sessions_stalled_total"]) == 0

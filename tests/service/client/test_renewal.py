@@ -1,0 +1,138 @@
+"""How sure a client is of what it holds: nothing is handed out in place under a lease that the daemon may have taken for lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.service.client.fake import SIZE, SPACE, SPEC, FakeDaemon, turn, until
+from tiercache.errors import LeaseLost
+from tiercache.service import wire
+from tiercache.service.client.client import connect
+from tiercache.service.client.renewal import Renewal
+
+TOKENS = list(range(4 * SIZE))
+TERM = 60.0
+
+
+class Shifted:
+    """The loop, as far as a renewal asks it, at a time of the test's own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls: list[float] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, call: object) -> object:
+        self.calls.append(seconds)
+        return asyncio.get_running_loop().call_later(1e6, lambda: None)
+
+
+async def renewal() -> tuple[Renewal, Shifted, list[float]]:
+    """Return a renewal with a term of a minute, its loop, and when it renewed."""
+    sent: list[float] = []
+    loop = Shifted()
+    found = Renewal(lambda: sent.append(loop.now))
+    found.term, found._loop = TERM, loop  # type: ignore[assignment]
+    return found, loop, sent
+
+
+async def test_it_renews_every_third_of_a_term_while_something_is_held() -> None:
+    """One timer, however much is held; it ends with what is held, and comes again with more."""
+    one, loop, sent = await renewal()
+    for number in range(3):
+        one.take(number, 0.0)
+    assert loop.calls == [TERM / 3]
+    one._tick()
+    assert len(sent) == 1 and loop.calls == [TERM / 3] * 2
+    for number in range(3):
+        one.drop(number)
+    one._tick()
+    assert len(sent) == 1 and len(loop.calls) == 2
+    one.take(7, 0.0)
+
+    assert len(loop.calls) == 3
+    one.end()
+    assert not one.is_sure(7)
+
+
+async def test_it_is_sure_for_two_thirds_of_a_term() -> None:
+    """After the request, or the last renewal that was answered; never of what is not held; always where there is no term."""
+    one, loop, _ = await renewal()
+    one.take(1, 0.0)
+    loop.now = 39.9
+    assert one.is_sure(1) and not one.is_sure(2)
+    loop.now = 40.0
+    assert not one.is_sure(1)
+    one.heard(20.0)
+    loop.now = 59.9
+    assert one.is_sure(1)
+    one.heard(10.0)
+    assert one.is_sure(1)
+    loop.now = 60.0
+
+    assert not one.is_sure(1)
+    one.end()
+    one.term = 0.0
+    assert one.is_sure(2)
+
+
+@pytest.mark.parametrize("why", ["late", "queued", "silent"])
+async def test_a_view_that_may_come_too_late_is_not_given(fake: FakeDaemon, why: str) -> None:
+    """Though the block is there: the last answer is too old, the word would not leave at once, or renewals are not answered."""
+    fake.limits = {"tokens": 1 << 20, "lease_ms": 60_000}
+    fake.holds(TOKENS, [0, 1, 2, 3])
+    if why == "silent":
+        fake.answers[wire.Renew] = lambda asked: None
+    async with connect(fake.address) as client:
+        kv = await client.open(SPACE, SPEC)
+        async with kv.match(TOKENS) as hit, kv.match(TOKENS) as other:
+            connection = client._connection
+            assert connection is not None
+            loop = Shifted()
+            loop.now = asyncio.get_running_loop().time()
+            if why != "queued":
+                connection._renewal._loop = loop  # type: ignore[assignment]
+                loop.now += 30
+                connection._loop, plain = loop, connection._loop  # type: ignore[assignment]
+                connection.renew()
+                connection._loop = plain
+                await fake.until(wire.Renew)
+                await client.check()
+                loop.now += 30
+                if why == "silent":
+                    with pytest.raises(LeaseLost):
+                        hit.view(0, 0)
+                else:
+                    hit.view(0, 0)
+                    loop.now += 10
+            else:
+                asking = asyncio.create_task(kv.prefetch(range(1 << 20)))
+                await turn()
+                assert connection._channel is not None and connection._channel.queued
+            with pytest.raises(LeaseLost):
+                other.view(0, 0)
+            if why == "queued":
+                await asking
+                assert await kv.prefetch(TOKENS) == 0
+        assert client.stats().misses == {"lost": 2 if why == "silent" else 1}
+
+
+async def test_in_place_leases_need_no_renewal(fake: FakeDaemon) -> None:
+    """And rooms do, until they are closed; a lost claim does not any more."""
+    fake.limits = {"tokens": 1 << 20, "lease_ms": 60_000}
+    fake.holds(TOKENS, [0, 1, 2, 3])
+    async with connect(fake.address) as client:
+        kv = await client.open(SPACE, SPEC)
+        held = client._connection._renewal._held  # type: ignore[union-attr]
+        async with kv.match(TOKENS) as hit, kv.match(TOKENS) as lost, kv.reserve(TOKENS, after=hit):
+            assert len(held) == 3
+            hit.view(0, 0)
+            assert len(held) == 2
+            await fake.say(wire.Lost(lease=lost.claim.lease or 0, reason="late"))
+            await until(lambda: lost.claim.gone is not None)
+            assert len(held) == 1
+        assert not held
