@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -191,8 +192,8 @@ class Connection:
             return self._counts.missed("busy", f"{len(self._waiting)} requests, {self._channel.queued} bytes are under way")
         if key is not None:
             fields["prompt"] = self.prompts.say(key)
+        waiter = _Waiter(self._loop.create_future(), undo, self._heard, time.monotonic())
         number = self._send(request, fields)
-        waiter = _Waiter(self._loop.create_future(), undo, self._heard, self._loop.time())
         self._waiting[number] = waiter
         due = self._loop.time() + self.deadline + patience
         timer = self._loop.call_at(due, self._expire, waiter, due, request)
@@ -263,9 +264,10 @@ class Connection:
     def renew(self) -> None:
         """Let all leases and reservations stand for another term, from now on."""
         if not self.ended.is_set():
+            sent = time.monotonic()  # before it is: this process may be stopped in between
             number = self._send(wire.Renew, {})
             self._posted.add(number)
-            self._renewing[number] = self._loop.time()
+            self._renewing[number] = sent
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 

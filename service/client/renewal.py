@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 
 class Renewal:
     """Calls `renew` every third of a term while anything is held that has to be renewed. Without a term nothing has to be.
 
-    Times are the loop's. What the daemon counts from is later than what is counted from here, when the request was sent; so who
-    is sure by this is right, unless the daemon does not read for a third of a term what lies in its socket. It looks at that
-    itself, and takes nothing for lost then.
+    Times are the machine's monotonic ones: a loop's own may be as old as its present turn. What the daemon counts from is later
+    than what is counted from here, when the request was sent; so who is sure by this is right, unless the daemon does not read for
+    a third of a term what lies in its socket. It looks at that itself, and takes nothing for lost then.
     """
 
     def __init__(self, renew: Callable[[], None]) -> None:
@@ -41,7 +42,7 @@ class Renewal:
         sent = self._held.get(number)
         if not self.term:
             return True
-        return sent is not None and self._loop.time() < max(sent, self._heard) + self.term * 2 / 3
+        return sent is not None and time.monotonic() < max(sent, self._heard) + self.term * 2 / 3
 
     def end(self) -> None:
         """Renew no more."""

@@ -140,7 +140,7 @@ class Daemon:
 
         After a long stop the clients' renewals lie in the sockets, unread: they get time to be read first.
         """
-        limits, now = self.config.limits, asyncio.get_running_loop().time()
+        limits, now = self.config.limits, time.monotonic()
         third = min(limits.lease_seconds, limits.write_seconds) / 3
         if lag > third:
             self._doubtful = now + third

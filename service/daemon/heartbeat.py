@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -48,11 +49,10 @@ class Heartbeat:
             self._timer = None
 
     def _arrange(self, loop: asyncio.AbstractEventLoop) -> None:
-        due = loop.time() + INTERVAL
-        self._timer = loop.call_at(due, self._tick, loop, due)
+        self._timer = loop.call_later(INTERVAL, self._tick, loop, time.monotonic() + INTERVAL)
 
     def _tick(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
-        lag = max(0.0, loop.time() - due)
+        lag = max(0.0, time.monotonic() - due)
         self._arrange(loop)
         self.longest = max(self.longest, lag)
         self.total += lag

@@ -220,7 +220,8 @@ async def test_m5_a_living_client_never_notices(seed: int) -> None:
         assert all(is_exact(one, tokens, spec=LARGE) for one, tokens in zip(found, prompts, strict=True))
 
 
-async def test_m5_a_client_that_was_stopped_finds_out(seed: int) -> None:
+@pytest.mark.parametrize("loop", ["", "-on-uvloop"], ids=["asyncio", "uvloop"])
+async def test_m5_a_client_that_was_stopped_finds_out(loop: str, seed: int) -> None:
     """A process stopped for longer than its lease: what it copies is lost, what it reads in place is there, and it goes on.
 
     It finds out by the slots' generations, and by its own clock where the slot is not another's yet, before it reads a notice.
@@ -231,7 +232,7 @@ async def test_m5_a_client_that_was_stopped_finds_out(seed: int) -> None:
         for number in range(3):
             tokens = prompt(seed + number, 1)
             await kv.insert(tokens, tensor_of(tokens, spec=LARGE))
-        child = Child("stopped", address, seed)
+        child = Child(f"stopped{loop}", address, seed)
         pid = (await child.says())["pid"]
         await until(lambda: daemon.house.counts.lost["lease"] == 2)
         other = prompt(seed + 9, 2)  # one slot is free, one is taken from the least recently used: the first prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -17,13 +18,13 @@ TERM = 60.0
 
 
 class Shifted:
-    """The loop, as far as a renewal asks it, at a time of the test's own."""
+    """The time and the loop, as far as a renewal asks them, at a time of the test's own."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.calls: list[float] = []
 
-    def time(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
     def call_later(self, seconds: float, call: object) -> object:
@@ -31,18 +32,19 @@ class Shifted:
         return asyncio.get_running_loop().call_later(1e6, lambda: None)
 
 
-async def renewal() -> tuple[Renewal, Shifted, list[float]]:
+def renewal(monkeypatch: pytest.MonkeyPatch) -> tuple[Renewal, Shifted, list[float]]:
     """Return a renewal with a term of a minute, its loop, and when it renewed."""
     sent: list[float] = []
     loop = Shifted()
     found = Renewal(lambda: sent.append(loop.now))
     found.term, found._loop = TERM, loop  # type: ignore[assignment]
+    monkeypatch.setattr("tiercache.service.client.renewal.time", loop)
     return found, loop, sent
 
 
-async def test_it_renews_every_third_of_a_term_while_something_is_held() -> None:
+async def test_it_renews_every_third_of_a_term_while_something_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """One timer, however much is held; it ends with what is held, and comes again with more."""
-    one, loop, sent = await renewal()
+    one, loop, sent = renewal(monkeypatch)
     for number in range(3):
         one.take(number, 0.0)
     assert loop.calls == [TERM / 3]
@@ -59,9 +61,9 @@ async def test_it_renews_every_third_of_a_term_while_something_is_held() -> None
     assert not one.is_sure(7)
 
 
-async def test_it_is_sure_for_two_thirds_of_a_term() -> None:
+async def test_it_is_sure_for_two_thirds_of_a_term(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the request, or the last renewal that was answered; never of what is not held; always where there is no term."""
-    one, loop, _ = await renewal()
+    one, loop, _ = renewal(monkeypatch)
     one.take(1, 0.0)
     loop.now = 39.9
     assert one.is_sure(1) and not one.is_sure(2)
@@ -81,7 +83,7 @@ async def test_it_is_sure_for_two_thirds_of_a_term() -> None:
 
 
 @pytest.mark.parametrize("why", ["late", "queued", "silent"])
-async def test_a_view_that_may_come_too_late_is_not_given(fake: FakeDaemon, why: str) -> None:
+async def test_a_view_that_may_come_too_late_is_not_given(fake: FakeDaemon, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the block is there: the last answer is too old, the word would not leave at once, or renewals are not answered."""
     fake.limits = {"tokens": 1 << 20, "lease_ms": 60_000}
     fake.holds(TOKENS, [0, 1, 2, 3])
@@ -93,13 +95,12 @@ async def test_a_view_that_may_come_too_late_is_not_given(fake: FakeDaemon, why:
             connection = client._connection
             assert connection is not None
             loop = Shifted()
-            loop.now = asyncio.get_running_loop().time()
+            loop.now = time.monotonic()
             if why != "queued":
-                connection._renewal._loop = loop  # type: ignore[assignment]
+                monkeypatch.setattr("tiercache.service.client.renewal.time", loop)
+                monkeypatch.setattr("tiercache.service.client.connection.time", loop)
                 loop.now += 30
-                connection._loop, plain = loop, connection._loop  # type: ignore[assignment]
                 connection.renew()
-                connection._loop = plain
                 await fake.until(wire.Renew)
                 await client.check()
                 loop.now += 30
