@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from tiercache.errors import LeaseLost, UnknownHandle
 from tiercache.leases import Quarantine, Reservation
 from tiercache.service import wire
@@ -71,16 +73,18 @@ class Tenancy:
     def reserved(self, request: int) -> wire.Reserved:
         """Return the reply that says which slots these are."""
         reservation = self.reservation
-        pages = [pool.generations.data for pool in self.desk.stack.cache.residency.slots]
-        positions = [position for position, _ in reservation.places]
-        slots = [slot for _, slot in reservation.places]
-        generations = [pages[position][slot] for position, slot in reservation.places]
+        # As columns: one by one, the places of a million tokens hold the loop for a tenth of a second.
+        positions, slots = np.array(reservation.places, np.int64).reshape(-1, 2).T
+        generations = np.zeros(len(slots), np.uint32)
+        for position, pool in enumerate(self.desk.stack.cache.residency.slots):
+            here = positions == position
+            generations[here] = pool.generations[slots[here]]
         return wire.Reserved(
             id=request,
             reservation=self.number,
             present=reservation.present,
             pending=reservation.pending,
-            places=wire.pack_places(positions, slots, generations, [0] * len(slots)),
+            places=wire.pack_places(positions, slots, generations, np.zeros(len(slots), np.uint64)),
         )
 
     @property

@@ -50,9 +50,11 @@ class Terms:
     def sweep(self) -> None:
         """End everything whose time is up."""
         now = self._clock.now()
+        up = []
         while self._order and self._order[0][0] <= now:
-            _, _, timed = heappop(self._order)
-            del self._entered[timed]
+            up.append(heappop(self._order)[2])
+            del self._entered[up[-1]]
+        for timed in up:  # each once, whatever it says afterwards: the next sweep asks again
             due = timed.due()
             if due is not None and due <= now:
                 timed.expire(now)

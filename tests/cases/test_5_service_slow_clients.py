@@ -124,7 +124,7 @@ async def test_r4_a_client_that_does_not_read_is_ended_in_time(folder: Path, see
                 assert await read(kv, tokens[:10]) == 10
             assert not session.done.is_set() and (counts.stalled, counts.overrun) == (0, 0)
             clock.advance(0.1)
-            await session.done.wait()
+            await until(session.done.is_set)
 
             assert (counts.stalled, counts.overrun) == (1, 0) and session.quit == "it has not read for too long"
             assert sum(len(one.leases) for one in daemon.cache.stacks[0].cache.sessions) == 0
@@ -196,7 +196,7 @@ async def test_r4_a_client_that_does_not_read_holds_no_snapshot(folder: Path, se
             assert session._outbox.due() is not None and not session.done.is_set()
             assert transactions(disk) == 0
             assert disk.stats().raw_file_bytes <= before
-        await session.done.wait()
+        await until(session.done.is_set)
         assert await read(kv, kept) == len(kept)
 
 

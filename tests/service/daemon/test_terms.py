@@ -100,10 +100,10 @@ async def test_a_lost_reservations_slots_wait_for_the_process_too(folder: Path) 
             [session] = [one for one in daemon.house.sessions if one.token == late.welcome.token]
             clock.advance(TERM)
             await until(lambda: daemon.house.counts.lost["reservation"] == 1)
-        await session.done.wait()
+        await until(session.done.is_set)
         assert apart(core) == 3
         theirs.close()
-        await session.watch.over.wait()
+        await until(session.watch.over.is_set)
 
         assert apart(core) == 0
 
