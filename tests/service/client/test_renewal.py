@@ -112,7 +112,7 @@ async def test_a_view_that_may_come_too_late_is_not_given(fake: FakeDaemon, why:
 
 
 async def test_a_view_whose_word_can_not_leave_at_once_is_not_given(fake: FakeDaemon) -> None:
-    """An earlier request, larger than the socket takes, waits to be written: nothing says when the daemon would hear of the view."""
+    """An earlier request, larger than the socket takes, waits to be written: nothing says when the daemon would hear of it."""
     fake.limits = {"tokens": 1 << 20, "lease_ms": 60_000}
     fake.holds(TOKENS, [0, 1, 2, 3])
     async with connect(fake.address) as client:
