@@ -21,6 +21,8 @@ VERSION = 1
 Numbers = Sequence[int] | NDArray[np.integer]
 SESSION_PATH = "/v1/session"
 """Where the WebSocket of a session is opened on the daemon's socket."""
+CROWDED = b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+"""What a connection to the daemon's socket is answered when there are too many, whatever it asks for."""
 UNKNOWN_BASE = "UnknownBase"
 """The kind of a `Failed` whose request named a prompt that the daemon does not keep; the only one that is no class of errors."""
 GENERATIONS = "generations"
@@ -101,6 +103,10 @@ class Release(_Request, frozen=True, tag="release"):
     """Ends a lease, or one use of it where several matches share it under one `request`."""
 
     lease: int
+
+
+class Renew(_Request, frozen=True, tag="renew"):
+    """Says that this client lives: all its leases and reservations stand for another `lease_ms` from now on."""
 
 
 class Distrust(_Request, frozen=True, tag="distrust"):
@@ -231,7 +237,7 @@ class Welcome(_Reply, frozen=True, tag="welcome"):
 
     The limits: `tokens`, the longest prompt; `frame`, bytes of the longest frame; `requests`, how many wait for their reply;
     `leases` (pins too) and `reservations`; `prompts` and `prompt_bytes`, how many prompts, and how much of them in all, are kept as
-    bases.
+    bases; `lease_ms`, milliseconds for which leases that are copied from, and reservations, stand without a Renew.
     """
 
     version: int
@@ -330,7 +336,10 @@ class Arrived(msgspec.Struct, array_like=True, frozen=True, tag="arrived"):
 
 
 class Lost(msgspec.Struct, array_like=True, frozen=True, tag="lost"):
-    """Notice: a lease has ended without its reader's doing."""
+    """Notice: a lease, or a reservation, has ended without its holder's doing; `lease` is its number.
+
+    What is read in place is never lost. The slots of a reservation are kept from use until it is closed or the process is gone.
+    """
 
     lease: int
     reason: str
@@ -350,6 +359,7 @@ Request = (
     | InPlace
     | Take
     | Release
+    | Renew
     | Distrust
     | Reserve
     | Commit

@@ -60,6 +60,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """… and how much of them; at least one of `max_tokens` fits."""
     queued_bytes: str | int = "4 MiB"
     """Replies that a client has not read. With more its session ends."""
+    write_seconds: float = 30.0
+    """How long one reply may wait for the client to read. Then its session ends."""
+    lease_seconds: float = 60.0
+    """How long a lease that is copied from, or a reservation, stands without a renewal. Clients renew by themselves."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -244,6 +248,12 @@ def _check_daemon(config: Config) -> None:
         if not 1 <= count <= 1 << 20:
             raise InvalidConfig(
                 f"limits.{name}: must lie between 1 and {1 << 20}, not {count}", field=f"limits.{name}", value=count
+            )
+    for name in ("write_seconds", "lease_seconds"):
+        seconds = getattr(config.limits, name)
+        if not 0.1 <= seconds <= 86_400:
+            raise InvalidConfig(
+                f"limits.{name}: must lie between 0.1 and 86400, not {seconds}", field=f"limits.{name}", value=seconds
             )
     for name in ("prompt_bytes", "queued_bytes"):
         parse_size(getattr(config.limits, name))

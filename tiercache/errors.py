@@ -22,7 +22,7 @@
     │   └── JoinRefused         a token that is no living session's
     ├── LeaseError              a claim that no longer holds
     │   ├── LeaseReleased       used after its end
-    │   ├── LeaseLost           the slot was reused while a copying read ran
+    │   ├── LeaseLost           not renewed in time, or the slot was reused while a copying read ran
     │   ├── UnknownHandle       a number that is no lease, reservation or namespace of this session
     │   └── StaleHandle         the house that gave it is gone
     ├── StoreError              a durable store failed
@@ -132,7 +132,7 @@ class LeaseReleased(LeaseError):
 
 
 class LeaseLost(LeaseError):
-    """The slot was reused while a copying read ran; nothing was handed out."""
+    """A lease or reservation was not renewed in time, or a slot was reused while a copying read ran; nothing was handed out."""
 
 
 class UnknownHandle(LeaseError):

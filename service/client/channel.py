@@ -12,6 +12,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable
+from typing import cast
 
 from tiercache.service.client.counts import Counts
 
@@ -44,6 +45,8 @@ class Channel(asyncio.Protocol):
         self._accept = b""
         self._gone: asyncio.Future[None] = loop.create_future()
         self._ended: str | None = None
+        self.crowded = False
+        """Whether the daemon has too many connections to take this one."""
 
     # --- beginning and end ------------------------------------------------------------------------------------------------
 
@@ -112,8 +115,7 @@ class Channel(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, and no subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Say that this is the end."""
@@ -148,6 +150,7 @@ class Channel(asyncio.Protocol):
         status, *lines = bytes(self._buffer[:end]).split(b"\r\n")
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
         if b" 101 " not in status + b" " or fields.get(b"sec-websocket-accept") != self._accept:
+            self.crowded = status.startswith(b"HTTP/1.1 429 ")
             self.end(f"no session there: {status[:100].decode(errors='replace')}")
             return False
         del self._buffer[: end + 4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -18,6 +19,7 @@ from tiercache.service.client.channel import Channel
 from tiercache.service.client.counts import Counts, Miss
 from tiercache.service.client.mapping import Memory
 from tiercache.service.client.prompts import Prompts
+from tiercache.service.client.renewal import Renewal
 
 R = TypeVar("R")
 
@@ -50,6 +52,7 @@ class _Waiter(NamedTuple):
     future: asyncio.Future[Any]
     undo: Callable[[wire.Reply], None] | None
     heard: int
+    sent: float
 
 
 class Connection:
@@ -64,6 +67,8 @@ class Connection:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, _Waiter] = {}
         self._posted: set[int] = set()
+        self._renewal = Renewal(self.renew)
+        self._renewing: dict[int, float] = {}
         self._most = _MOST_WAITING
         self._listeners: dict[int, Listener] = {}
         self._early: deque[wire.Arrived | wire.Lost] = deque(maxlen=_MOST_EARLY)
@@ -92,7 +97,8 @@ class Connection:
         except TimeoutError:
             miss = Miss("slow", f"no session within {deadline} s")
         except OSError as error:
-            miss = Miss("away", f"no session: {error}")
+            crowded = connection._channel is not None and connection._channel.crowded
+            miss = Miss("busy" if crowded else "away", f"no session: {error}")
         except BaseException:
             connection.end("closed")
             raise
@@ -116,6 +122,7 @@ class Connection:
         self._welcome = welcome
         limits = welcome.limits
         self._most = max(1, limits.get("requests", _MOST_WAITING))
+        self._renewal.term = limits.get("lease_ms", 0) / 1000
         self.prompts = Prompts(limits.get("prompts", _PROMPTS), limits.get("prompt_bytes", _PROMPT_BYTES))
         self._memory = await Memory.connect(welcome.descriptors)
         self._counts.sent += await self._memory.fetch(welcome.token)
@@ -185,8 +192,8 @@ class Connection:
             return self._counts.missed("busy", f"{len(self._waiting)} requests, {self._channel.queued} bytes are under way")
         if key is not None:
             fields["prompt"] = self.prompts.say(key)
+        waiter = _Waiter(self._loop.create_future(), undo, self._heard, time.monotonic())
         number = self._send(request, fields)
-        waiter = _Waiter(self._loop.create_future(), undo, self._heard)
         self._waiting[number] = waiter
         due = self._loop.time() + self.deadline + patience
         timer = self._loop.call_at(due, self._expire, waiter, due, request)
@@ -199,6 +206,7 @@ class Connection:
         finally:
             timer.cancel()
         if isinstance(answer, expected):
+            self._note(request, fields, answer, waiter.sent)
             return answer
         if isinstance(answer, Miss):
             return answer
@@ -231,7 +239,35 @@ class Connection:
     def release(self, lease: int) -> None:
         """End a lease, whose listener is told no more."""
         self._listeners.pop(lease, None)
+        self._renewal.drop(lease)
         self.post(wire.Release, lease=lease)
+
+    def close_reservation(self, reservation: int) -> None:
+        """Give back what is reserved."""
+        self._renewal.drop(reservation)
+        self.post(wire.Close, reservation=reservation)
+
+    def read_in_place(self, lease: int) -> bool:
+        """Say that a lease is read in place; return whether the daemon hears it before it could take the lease for lost.
+
+        False when it was not renewed for so long, because this process was stopped or the daemon did not answer, that it may have
+        ended; and while something before it waits to be written, since then nothing says when it will be.
+        """
+        self.post(wire.InPlace, lease=lease)
+        if not self._renewal.term:
+            return True
+        # Looked at after the frame is in the socket: this process may be stopped anywhere, for any time.
+        sure = self._channel is not None and not self._channel.queued and self._renewal.is_sure(lease)
+        self._renewal.drop(lease)
+        return sure
+
+    def renew(self) -> None:
+        """Let all leases and reservations stand for another term, from now on."""
+        if not self.ended.is_set():
+            sent = time.monotonic()  # before it is: this process may be stopped in between
+            number = self._send(wire.Renew, {})
+            self._posted.add(number)
+            self._renewing[number] = sent
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
@@ -264,6 +300,9 @@ class Connection:
             self.end(f"a frame that can't be read: {error}")
             return
         if isinstance(frame, wire.Arrived | wire.Lost):
+            if isinstance(frame, wire.Lost):
+                self._renewal.drop(frame.lease)
+                self._counts.missed("lost", frame.reason)
             listener = self._listeners.get(frame.lease)
             if listener is None:
                 self._early.append(frame)
@@ -272,6 +311,9 @@ class Connection:
         elif not isinstance(frame, wire.Draining):
             waiter = self._waiting.pop(frame.id, None)
             self._posted.discard(frame.id)
+            renewed = self._renewing.pop(frame.id, None)
+            if renewed is not None and isinstance(frame, wire.Done):
+                self._renewal.heard(renewed)
             if waiter is None:
                 if isinstance(frame, wire.Failed):
                     self._counts.missed(frame.kind, frame.message)
@@ -279,6 +321,16 @@ class Connection:
                 self._undo(waiter, frame)
             else:
                 waiter.future.set_result(frame)
+
+    def _note(self, request: type[wire.Request], fields: dict[str, Any], answer: Any, sent: float) -> None:
+        """Keep what a reply gave, as long as it is held."""
+        match answer:
+            case wire.Leased():
+                self._renewal.take(answer.lease, sent)
+            case wire.Reserved():
+                self._renewal.take(answer.reservation, sent)
+            case wire.Places() if request is wire.Ready:
+                self._renewal.take(fields["lease"], sent)  # another session's, in which this one takes part
 
     @staticmethod
     def _notify(listener: Listener, notice: wire.Arrived | wire.Lost) -> None:
@@ -297,6 +349,7 @@ class Connection:
             return
         self.ended.set()
         self.reason = reason
+        self._renewal.end()
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting.values():
             if not waiter.future.done():

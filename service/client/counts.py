@@ -12,8 +12,8 @@ class Miss(NamedTuple):
     """Why the daemon gave no answer that can be used: `reason` is for the counters, `message` for people.
 
     Reasons of the client's own: `away` (no connection), `slow` (no reply within the deadline), `malformed` (a reply that can't
-    be), `version` (a daemon of another protocol), `busy` (too many requests under way), `lost` (a lease or a slot that is gone),
-    `checksum`. Others are the names of the daemon's errors.
+    be), `version` (a daemon of another protocol), `busy` (too many requests under way here, or connections there), `lost` (a
+    lease or a slot that is gone), `checksum`. Others are the names of the daemon's errors.
     """
 
     reason: str

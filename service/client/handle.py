@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from tiercache.errors import Closed
+from tiercache.errors import Closed, LeaseLost
 from tiercache.service import wire
 from tiercache.service.client import copies
 from tiercache.service.client.connection import Connection
@@ -169,7 +169,7 @@ class Claim:
                     self._keep(answer.places)
 
     async def arrival(self, layer: int) -> None:
-        """Wait until a layer has arrived.
+        """Wait until a layer has arrived. Raises LeaseLost when the lease is gone: layers of one hit have the same tokens.
 
         Where the promotion is not heard of within the deadline, the layer is read where it was: the lease protects that, too.
         """
@@ -179,6 +179,9 @@ class Claim:
                     await self._layers[layer].wait()
             except TimeoutError:
                 self.house.counts.missed("slow", f"layer {layer} was not announced within the deadline")
+        if self.gone is not None and self.handle is not None and not self.handle.connection.ended.is_set():
+            self.house.counts.missed(copies.LOST, self.gone)
+            raise LeaseLost(f"the lease has ended: {self.gone}")
 
     def cut(self, good: int, reason: str) -> None:
         """Take only the first `good` blocks for readable, because the next one is not, and tell the daemon of a bad one."""
@@ -195,10 +198,11 @@ class Claim:
             self.blocks = blocks
 
     def read_in_place(self) -> None:
-        """Tell the daemon, before the first view."""
-        if not self.in_place and self.handle is not None:
-            self.handle.connection.post(wire.InPlace, lease=self.lease)
+        """Tell the daemon, before the first view. A lease that it may have taken for lost by then counts as lost."""
+        if not self.in_place and self.handle is not None and self.lease is not None and self.gone is None:
             self.in_place = True
+            if not self.handle.connection.read_in_place(self.lease):
+                self.lost("it was not renewed in time")
 
     def leave(self) -> None:
         """End the claim of one hit."""

@@ -294,7 +294,7 @@ class RemoteKV:
 
         def undo(reply: wire.Reply) -> None:
             if isinstance(reply, wire.Reserved):
-                connection.post(wire.Close, reservation=reply.reservation)
+                connection.close_reservation(reply.reservation)
 
         reply = await connection.call(
             wire.Reserved,

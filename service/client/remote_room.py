@@ -69,7 +69,7 @@ class Reserved:
     def close(self) -> None:
         """Give back what was not committed. Closing it again does nothing."""
         if not self.closed and self._handle is not None and self._reply is not None:
-            self._handle.connection.post(wire.Close, reservation=self._reply.reservation)
+            self._handle.connection.close_reservation(self._reply.reservation)
         self.closed = True
 
     def _read(self, handle: Handle, reply: wire.Reserved) -> list[wire.Place]:

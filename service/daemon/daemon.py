@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 from aiohttp import WSMsgType, web
 
@@ -19,6 +19,7 @@ from tiercache.service import wire
 from tiercache.service.address import DESCRIPTORS_SUFFIX, beside, socket_path
 from tiercache.service.daemon.admin import Admin, bearers_only, peers_only
 from tiercache.service.daemon.descriptors import Descriptors
+from tiercache.service.daemon.heartbeat import Heartbeat
 from tiercache.service.daemon.house import House
 from tiercache.service.daemon.notify import notify
 from tiercache.service.daemon.outbox import Outbox
@@ -34,11 +35,14 @@ from tiercache.sizes import parse_size
 log = logging.getLogger(__name__)
 
 _GRACE = 1.0
-"""Seconds between the end of a connection and that of its process's memory, where no pidfd tells."""
+"""Seconds between the end of a connection and that of its process's memory, where no pidfd tells; and until a connection that is
+refused must have asked for something."""
 _REQUESTS_END = 5.0
 """Seconds that running requests get when the daemon stops."""
 _MORE_CONNECTIONS = 64
 """Connections that are no sessions."""
+_MOST_REFUSED = 256
+"""Connections that are being told that they are too many."""
 
 
 class Daemon:
@@ -53,7 +57,10 @@ class Daemon:
         self.config = config
         self.path = socket_path(socket if socket is not None else config.socket)
         self.cache = TierCache(config, seams=seams)
-        self.house = House(config, self.cache, os.fspath(beside(self.path, DESCRIPTORS_SUFFIX)))
+        clock = (seams or Seams()).clock
+        self.house = House(config, self.cache, os.fspath(beside(self.path, DESCRIPTORS_SUFFIX)), clock)
+        self.heartbeat = Heartbeat(self._beat)
+        self._doubtful = 0.0
         self.state = "starting"
         self.began = time.monotonic()
         self._sockets: Sockets | None = None
@@ -61,6 +68,7 @@ class Daemon:
         self._servers: list[asyncio.Server] = []
         self._descriptors: Descriptors | None = None
         self._handling: set[asyncio.Task[object]] = set()
+        self._refused: set[_Refusing] = set()
 
     # --- beginning and end ------------------------------------------------------------------------------------------------
 
@@ -69,6 +77,7 @@ class Daemon:
         try:
             token = token_of(self.config)
             self._sockets = Sockets.open(self.path)
+            self.heartbeat.start()
             await self._listen(self._sockets.sessions, token=None)
             if self.config.admin is not None:
                 await self._listen(open_tcp(self.config.admin), token=token)
@@ -115,6 +124,7 @@ class Daemon:
 
     async def _shut(self) -> None:
         self.state = "stopped"
+        self.heartbeat.stop()
         for server in self._servers:
             server.close()
         for runner in self._runners:
@@ -124,6 +134,18 @@ class Daemon:
         if self._sockets is not None:
             self._sockets.close()
             self._sockets = None
+
+    def _beat(self, lag: float) -> None:
+        """Look for what was not renewed or read in time, unless it may be this process that was away.
+
+        After a long stop the clients' renewals lie in the sockets, unread: they get time to be read first.
+        """
+        limits, now = self.config.limits, time.monotonic()
+        third = min(limits.lease_seconds, limits.write_seconds) / 3
+        if lag > third:
+            self._doubtful = now + third
+        if now >= self._doubtful:
+            self.house.terms.sweep()
 
     async def _listen(self, listener: socket.socket, *, token: str | None) -> None:
         local = listener.family == socket.AF_UNIX
@@ -138,7 +160,7 @@ class Daemon:
 
         def make() -> asyncio.Protocol:
             server = runner.server
-            return _Refusing() if server is None or len(server.connections) >= most else server()
+            return _Refusing(self._refused) if server is None or len(server.connections) >= most else server()
 
         loop = asyncio.get_running_loop()
         listen = loop.create_unix_server if local else loop.create_server
@@ -163,13 +185,9 @@ class Daemon:
             watch.close()
             raise
 
-        def overrun() -> None:
-            self.house.counts.overrun += 1
-            session.quit = "it does not read"
-            transport.abort()
-
-        outbox = Outbox(ws.send_bytes, transport.get_write_buffer_size, overrun, most=parse_size(self.config.limits.queued_bytes))
-        session = Session(self.house, watch, outbox, pid=peer.pid)
+        line, limits = _Line(self.house, ws, transport), self.config.limits
+        outbox = Outbox(line, self.house.terms, most=parse_size(limits.queued_bytes), seconds=limits.write_seconds)
+        session = line.session = Session(self.house, watch, outbox, pid=peer.pid)
         log.info("session begun", extra={"session": session.number, "pid": peer.pid})
         self._handling.add(task)
         why = "closed"
@@ -205,12 +223,68 @@ class Daemon:
         return session.quit
 
 
+class _Line:
+    """A session's WebSocket, as its outbox sees it."""
+
+    def __init__(self, house: House, ws: web.WebSocketResponse, transport: asyncio.Transport) -> None:
+        self._house = house
+        self._ws = ws
+        self._transport = transport
+        self.session: Session | None = None
+
+    async def write(self, message: bytes) -> None:
+        """Write one message; wait while the connection is full."""
+        await self._ws.send_bytes(message)
+
+    def pressed(self) -> int:
+        """Return how many bytes the connection holds."""
+        return self._transport.get_write_buffer_size()
+
+    def overrun(self) -> None:
+        """End the session: too much waits."""
+        self._house.counts.overrun += 1
+        self._abort("it does not read")
+
+    def stalled(self) -> None:
+        """End the session: a reply has waited too long."""
+        self._house.counts.stalled += 1
+        self._abort("it has not read for too long")
+
+    def _abort(self, why: str) -> None:
+        if self.session is not None:
+            self.session.quit = why
+        self._transport.abort()
+
+
 class _Refusing(asyncio.Protocol):
-    """Closes a connection that is one too many."""
+    """Answers a connection that is one too many, whatever it asks for, and closes it.
+
+    Not before it has asked: it would find the connection closed, and never read the answer. `among` are those that are being
+    refused; when they are too many, too, it is closed without a word.
+    """
+
+    def __init__(self, among: set[_Refusing]) -> None:
+        self._among = among
+        self._stream: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
+        self._stream = cast(asyncio.Transport, transport)  # uvloop's is one, and no subclass
+        if len(self._among) >= _MOST_REFUSED:
+            self._stream.abort()
+            return
+        self._among.add(self)
+        self._timer = asyncio.get_running_loop().call_later(_GRACE, self._stream.abort)
+
+    def data_received(self, data: bytes) -> None:
+        if self._stream is not None and not self._stream.is_closing():
+            self._stream.write(wire.CROWDED)
+            self._stream.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._among.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -2,91 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from tiercache.config import Limits
-from tiercache.errors import LimitReached, UnknownHandle
-from tiercache.leases import Quarantine, Reservation
+from tiercache.errors import LimitReached
+from tiercache.leases import Reservation
 from tiercache.leases import Session as Account
-from tiercache.service import wire
+from tiercache.service.daemon.claims import Held, Tenancy, lost, unknown
+from tiercache.service.daemon.terms import Terms
 from tiercache.service.desk import Claim, Desk
 from tiercache.service.stack import Stack
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Held:
-    """A lease of a session. `in_place`: its slots are read where they lie, and not used again while that may go on."""
-
-    number: int
-    desk: Desk
-    claim: Claim
-    in_place: bool = False
-
-    @property
-    def ended(self) -> bool:
-        """Whether the lease has ended."""
-        return self.claim.lease.released
-
-    def places(self) -> bytes:
-        """Return where the readable blocks lie, packed."""
-        where = self.desk.stack.whereabouts(self.claim.lease)
-        return wire.pack_places(where.positions, where.slots, where.generations, where.checksums)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Tenancy:
-    """Reserved slots and who may write them: the session that reserved them, and those that joined it and take part.
-
-    When the owner leaves, nothing more can be committed. Slots that were not committed then go back at once, or, while another
-    writer is left, into quarantine until the last of them has left, too.
-    """
-
-    number: int
-    desk: Desk
-    reservation: Reservation
-    owner: object
-    writers: set[object] = field(default_factory=set)
-    kept: Quarantine | None = None
-
-    def reserved(self, request: int) -> wire.Reserved:
-        """Return the reply that says which slots these are."""
-        reservation = self.reservation
-        pages = [pool.generations.data for pool in self.desk.stack.cache.residency.slots]
-        positions = [position for position, _ in reservation.places]
-        slots = [slot for _, slot in reservation.places]
-        generations = [pages[position][slot] for position, slot in reservation.places]
-        return wire.Reserved(
-            id=request,
-            reservation=self.number,
-            present=reservation.present,
-            pending=reservation.pending,
-            places=wire.pack_places(positions, slots, generations, [0] * len(slots)),
-        )
-
-    @property
-    def may_be_written(self) -> bool:
-        """Whether there are slots that are not the cache's and that a writer may still touch."""
-        return not self.reservation.closed or (self.kept is not None and bool(self.kept.places))
-
-    def leave(self, writer: object) -> None:
-        """Note that `writer` touches the slots no more. Leaving twice does nothing."""
-        self.writers.discard(writer)
-        if writer is self.owner:
-            self.end()
-        if self.kept is not None and not self.writers:
-            self.desk.stack.cache.restore(self.kept)
-
-    def end(self) -> None:
-        """End the reservation: what is not committed never will be."""
-        if self.reservation.closed:
-            return
-        if self.writers:
-            self.kept = self.desk.stack.cache.quarantine(self.reservation)
-            self.desk.stack.sweep_waste()
-            self.desk.stack.traffic.drain()
-        else:
-            self.desk.close(self.reservation)
 
 
 class Holdings:
@@ -94,10 +20,22 @@ class Holdings:
 
     Everything is leased in accounts of its own, one a stack, so that the end of the accounts is the end of all of it. Numbers are
     unique in the daemon: one that is another session's is none here.
+
+    What is neither renewed nor given back within `limits.lease_seconds` is lost, and `on_lost` is called with its number and
+    `lease` or `reservation`: the client is stopped, or hangs. It finds out by the slots' generations or by LeaseLost, so no lease
+    that is read in place is lost, and no slot that may still be written is anybody else's.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, terms: Terms, on_lost: Callable[[int, str], None]) -> None:
         self._limits = limits
+        self._terms = terms
+        self._on_lost = on_lost
+        self.renewed = terms.now()
+        """When the client last said that it lives."""
+        self._copying: OrderedDict[int, Held] = OrderedDict()
+        """Leases that may be lost, the oldest first."""
+        self._lost: OrderedDict[int, None] = OrderedDict()
+        """Numbers of lost leases, for an answer that says so."""
         self._joined: Holdings | None = None
         self._accounts: dict[Stack, Account] = {}
         self._desks: list[Desk] = []
@@ -138,7 +76,9 @@ class Holdings:
 
     def hold(self, number: int, desk: Desk, claim: Claim) -> Held:
         """Note a new lease."""
-        held = self._leases[number] = Held(number=number, desk=desk, claim=claim)
+        held = self._leases[number] = Held(number=number, desk=desk, claim=claim, since=self._terms.now())
+        self._copying[number] = held
+        self._terms.watch(self)
         return held
 
     def holder(self, claim: Claim) -> Held:
@@ -148,26 +88,36 @@ class Holdings:
     def lease(self, number: int) -> Held:
         """Return a lease of this session; for one of the session that it joined, a lease of its own on the same blocks.
 
-        Raises UnknownHandle for another number.
+        Raises UnknownHandle for another number, LeaseLost for one that was not renewed.
         """
         held = self._leases.get(number)
         if held is not None:
             return held
         shared = self._joined._leases.get(number) if self._joined is not None else None
         if shared is None:
+            if number in self._lost or (self._joined is not None and number in self._joined._lost):
+                raise lost("lease", number)
             raise unknown("lease", number)
         self.require_lease()
         stack, claim = shared.desk.stack, shared.claim
         lease = stack.cache.share(claim.lease, self.account(stack))
         return self.hold(number, shared.desk, Claim(lease=lease, promotion=claim.promotion, tiers=claim.tiers))
 
+    def read_in_place(self, number: int) -> None:
+        """Note that a lease is read in place: it is not lost any more. Raises as `lease` does."""
+        self.lease(number).in_place = True
+        self._copying.pop(number, None)
+
     def release(self, number: int) -> None:
-        """End a lease of this session, or one use of it. Raises UnknownHandle."""
+        """End a lease of this session, or one use of it; one that was lost has ended already. Raises UnknownHandle."""
         held = self._leases.get(number)
         if held is None:
+            if number in self._lost:
+                return
             raise unknown("lease", number)
         if held.desk.leave(held.claim):
             del self._leases[number]
+            self._copying.pop(number, None)
 
     # --- reservations -------------------------------------------------------------------------------------------------------
 
@@ -178,15 +128,21 @@ class Holdings:
 
     def rent(self, number: int, desk: Desk, reservation: Reservation) -> Tenancy:
         """Note a new reservation."""
-        tenancy = Tenancy(number=number, desk=desk, reservation=reservation, owner=self, writers={self})
+        tenancy = Tenancy(number=number, desk=desk, reservation=reservation, owner=self, since=self._terms.now(), writers={self})
         self._tenancies[number] = tenancy
+        self._terms.watch(self)
         return tenancy
 
     def tenancy(self, number: int) -> Tenancy:
-        """Return an open reservation of this session, or of the one that it joined. Raises UnknownHandle for another number."""
+        """Return an open reservation of this session, or of the one that it joined.
+
+        Raises UnknownHandle for another number, LeaseLost for one that was not renewed.
+        """
         found = self._tenancies.get(number)
         if found is None and self._joined is not None:
             found = self._joined._tenancies.get(number)
+        if found is not None and found.lost:
+            raise lost("reservation", number)
         if found is None or found.reservation.closed:
             raise unknown("reservation", number)
         return found
@@ -207,10 +163,48 @@ class Holdings:
             raise unknown("reservation", number)
         tenancy.leave(self)
 
+    # --- time -------------------------------------------------------------------------------------------------------------
+
+    def renew(self) -> None:
+        """Note that the client lives."""
+        self.renewed = self._terms.now()
+
+    def due(self) -> float | None:
+        """Return when the first claim is lost unless it is renewed; None when there is nothing to lose."""
+        vouched = [tenancy.vouched for tenancy in self._risked()]
+        oldest = next(iter(self._copying.values()), None)
+        if oldest is not None:
+            vouched.append(max(oldest.since, self.renewed))
+        return min(vouched) + self._limits.lease_seconds if vouched else None
+
+    def expire(self, now: float) -> None:
+        """End what nobody has renewed in time."""
+        latest = now - self._limits.lease_seconds
+        while self.renewed <= latest and self._copying and next(iter(self._copying.values())).since <= latest:
+            number, held = self._copying.popitem(last=False)
+            del self._leases[number]
+            self._lost[number] = None
+            while len(self._lost) > self._limits.leases:
+                self._lost.popitem(last=False)
+            held.lost = True
+            held.claim.users = 1  # all of its uses, where several matches share it
+            held.desk.leave(held.claim)
+            held.desk.stack.traffic.drain()
+            self._on_lost(number, "lease")
+        for tenancy in self._risked():
+            if tenancy.vouched <= latest:
+                tenancy.lost = True
+                tenancy.end()
+                self._on_lost(tenancy.number, "reservation")
+
+    def _risked(self) -> list[Tenancy]:
+        return [one for one in self._tenancies.values() if one.owner is self and not one.reservation.closed]
+
     # --- the end ----------------------------------------------------------------------------------------------------------
 
     def end(self) -> list[Callable[[], None]]:
         """End copying leases, pins and accounts; return the calls that end the rest, for when nobody can touch it any more."""
+        self._terms.forget(self)
         calls = [_kept_back(held) for held in self._leases.values() if held.in_place and not held.ended]
         for tenancy in self._tenancies.values():
             if tenancy.owner is self:
@@ -218,6 +212,7 @@ class Holdings:
             if tenancy.may_be_written:
                 calls.append(_leaver(tenancy, self))
         self._leases.clear()
+        self._copying.clear()
         self._tenancies.clear()
         self._joined = None
         for desk in self._desks:
@@ -228,11 +223,6 @@ class Holdings:
             stack.traffic.drain()
         self._accounts.clear()
         return calls
-
-
-def unknown(what: str, number: int) -> UnknownHandle:
-    """Return the error for a number that is none of a session's."""
-    return UnknownHandle(f"{what} {number} is none of this session's: never given out, at its end, or another's", number=number)
 
 
 def _kept_back(held: Held) -> Callable[[], None]:
@@ -249,5 +239,5 @@ def _kept_back(held: Held) -> Callable[[], None]:
     return end
 
 
-def _leaver(tenancy: Tenancy, writer: object) -> Callable[[], None]:
+def _leaver(tenancy: Tenancy, writer: Holdings) -> Callable[[], None]:
     return lambda: tenancy.leave(writer)

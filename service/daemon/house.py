@@ -9,9 +9,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tiercache.clock import Clock
 from tiercache.config import Config
 from tiercache.errors import Closed, LimitReached
 from tiercache.service.daemon.peers import Watch
+from tiercache.service.daemon.terms import Terms
 from tiercache.service.inprocess import TierCache
 from tiercache.types import Tier
 
@@ -33,18 +35,23 @@ class Counts:
     distrusted: Counter[bool] = field(default_factory=Counter)
     """Blocks that a client distrusted, by whether they were sound."""
     overrun: int = 0
-    """Sessions that were ended because the client did not read."""
+    """Sessions that were ended because the client did not read, and too much waited."""
+    stalled: int = 0
+    """Sessions that were ended because the client did not read, and a reply waited too long."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """Claims that ended because they were not renewed: `lease` or `reservation`."""
 
 
 class House:
     """What sessions know of the daemon. `descriptors` is the path of the socket that hands descriptors out."""
 
-    def __init__(self, config: Config, cache: TierCache, descriptors: str) -> None:
+    def __init__(self, config: Config, cache: TierCache, descriptors: str, clock: Clock) -> None:
         self.config = config
         self.cache = cache
         self.descriptors = descriptors
         self.boot = secrets.token_bytes(16)
         self.counts = Counts()
+        self.terms = Terms(clock)
         self.draining = False
         self._numbers = itertools.count(1)
         self._sessions: dict[bytes, Session] = {}

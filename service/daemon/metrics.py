@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tiercache.service.daemon.heartbeat import EDGES
 from tiercache.service.daemon.report import health, quarantined
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class _Daemon(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         yield from self._house()
+        yield from self._loop()
         yield from self._tiers()
         yield from self._traffic()
 
@@ -50,7 +53,16 @@ class _Daemon(Collector):
             "tiercache_kept_back", "Ended sessions whose processes may still touch slots.", value=house.kept_back
         )
         yield CounterMetricFamily("tiercache_sessions_begun", "Sessions in all.", value=counts.sessions)
-        yield CounterMetricFamily("tiercache_sessions_overrun", "Sessions ended because nobody read.", value=counts.overrun)
+        yield CounterMetricFamily(
+            "tiercache_sessions_overrun", "Sessions ended because too much was not read.", value=counts.overrun
+        )
+        yield CounterMetricFamily(
+            "tiercache_sessions_stalled", "Sessions ended because a reply was not read in time.", value=counts.stalled
+        )
+        lost = CounterMetricFamily("tiercache_lost", "Claims that ended because they were not renewed.", labels=["what"])
+        for what in ("lease", "reservation"):
+            lost.add_metric([what], counts.lost[what])
+        yield lost
         requests = CounterMetricFamily("tiercache_requests", "Request frames.", labels=["type"])
         for name, count in counts.requests.items():
             requests.add_metric([name], count)
@@ -65,6 +77,17 @@ class _Daemon(Collector):
         distrusted.add_metric(["sound"], counts.distrusted[True])
         distrusted.add_metric(["unsound"], counts.distrusted[False])
         yield distrusted
+
+    def _loop(self) -> Iterator[Metric]:
+        heart = self._daemon.heartbeat
+        ends = [*map(str, EDGES), "+Inf"]
+        yield HistogramMetricFamily(
+            "tiercache_loop_lag_seconds",
+            "How late ticks of the event loop came.",
+            buckets=list(zip(ends, map(float, accumulate(heart.counts)), strict=True)),
+            sum_value=heart.total,
+        )
+        yield GaugeMetricFamily("tiercache_loop_lag_longest_seconds", "The latest tick since the start.", value=heart.longest)
 
     def _tiers(self) -> Iterator[Metric]:
         labels = ["block_bytes", "tier"]

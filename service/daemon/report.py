@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from tiercache.service.daemon.heartbeat import EDGES, INTERVAL, Heartbeat
 from tiercache.service.stack import Stack
 
 if TYPE_CHECKING:
@@ -61,8 +62,23 @@ def stats(daemon: Daemon) -> dict[str, Any]:
             "failures": dict(counts.failures),
             "distrusted": {"sound": counts.distrusted[True], "unsound": counts.distrusted[False]},
             "overrun": counts.overrun,
+            "stalled": counts.stalled,
+            "lost": {"leases": counts.lost["lease"], "reservations": counts.lost["reservation"]},
         },
+        "loop": _loop(daemon.heartbeat),
         "stacks": [_stack(stack) for stack in daemon.cache.stacks],
+    }
+
+
+def _loop(heart: Heartbeat) -> dict[str, Any]:
+    """Return how late the loop was, in seconds: each figure is too small by at most `interval`."""
+    ends: list[float | None] = [*EDGES, None]
+    return {
+        "interval": INTERVAL,
+        "ticks": heart.ticks,
+        "lag_max": heart.longest,
+        "lag_sum": heart.total,
+        "lags": [{"upto": end, "ticks": count} for end, count in zip(ends, heart.counts, strict=True)],
     }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from tiercache.errors import AuditFailed, InvalidInput, InvalidSpec, InvalidStart, LimitReached, UnknownHandle
 from tiercache.service import wire
-from tiercache.service.daemon.holdings import Held
+from tiercache.service.daemon.claims import Held, lost
 from tiercache.service.daemon.house import House
 from tiercache.service.desk import Desk
 from tiercache.service.stack import Stack
@@ -83,6 +83,8 @@ def ready(session: Session, frame: wire.Ready) -> Answer:
 
 async def _when_ready(frame: wire.Ready, held: Held) -> wire.Reply:
     await held.claim.promotion.readable.wait()
+    if held.lost:
+        raise lost("lease", frame.lease)
     if held.ended:
         raise UnknownHandle(f"lease {frame.lease} was released while it was waited for", number=frame.lease)
     return wire.Places(id=frame.id, places=held.places())
@@ -90,7 +92,7 @@ async def _when_ready(frame: wire.Ready, held: Held) -> wire.Reply:
 
 def in_place(session: Session, frame: wire.InPlace) -> wire.Reply:
     """Note that slots are read where they lie."""
-    session.holdings.lease(frame.lease).in_place = True
+    session.holdings.read_in_place(frame.lease)
     return wire.Done(id=frame.id)
 
 
@@ -108,6 +110,12 @@ def take(session: Session, frame: wire.Take) -> wire.Reply:
 def release(session: Session, frame: wire.Release) -> wire.Reply:
     """End a lease."""
     session.holdings.release(frame.lease)
+    return wire.Done(id=frame.id)
+
+
+def renew(session: Session, frame: wire.Renew) -> wire.Reply:
+    """Let all that the session holds stand for another term."""
+    session.holdings.renew()
     return wire.Done(id=frame.id)
 
 
@@ -251,6 +259,7 @@ WAYS: dict[type[wire.Request], Way] = {
     wire.InPlace: Way(in_place),
     wire.Take: Way(take),
     wire.Release: Way(release),
+    wire.Renew: Way(renew),
     wire.Distrust: Way(distrust),
     wire.Reserve: Way(reserve, prompted=True),
     wire.Commit: Way(commit),

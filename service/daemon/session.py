@@ -11,7 +11,8 @@ import msgspec
 
 from tiercache.errors import InvalidFrame, JoinRefused, LimitReached, TierCacheError, VersionMismatch
 from tiercache.service import wire
-from tiercache.service.daemon.holdings import Held, Holdings, unknown
+from tiercache.service.daemon.claims import Held, unknown
+from tiercache.service.daemon.holdings import Holdings
 from tiercache.service.daemon.house import House
 from tiercache.service.daemon.outbox import Outbox
 from tiercache.service.daemon.peers import Watch
@@ -42,7 +43,7 @@ class Session:
         self.quit: str | None = None
         """Why the session is to end, once it is."""
         self.house = house
-        self.holdings = Holdings(limits)
+        self.holdings = Holdings(limits, house.terms, self._lost)
         self._limits = limits
         self._outbox = outbox
         self._prompts = Prompts(
@@ -163,6 +164,7 @@ class Session:
                 "reservations": limits.reservations,
                 "prompts": limits.prompts,
                 "prompt_bytes": max(parse_size(limits.prompt_bytes), 4 * self.house.config.max_tokens),
+                "lease_ms": int(limits.lease_seconds * 1000),
             },
         )
 
@@ -189,6 +191,10 @@ class Session:
     def tell(self, notice: wire.Notice) -> None:
         """Send what nobody asked for."""
         self._outbox.put(wire.encoder.encode(notice))
+
+    def _lost(self, number: int, what: str) -> None:
+        self.house.counts.lost[what] += 1
+        self.tell(wire.Lost(number, f"the {what} was not renewed within {self._limits.lease_seconds:g} s"))
 
     def announce(self, held: Held) -> None:
         """Tell of each layer of a lease's blocks when it has arrived."""

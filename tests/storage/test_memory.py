@@ -347,3 +347,22 @@ def test_this_machine_has_a_limit() -> None:
 
     assert limit is not None
     assert limit.bytes >= 64 * MIB
+
+
+def test_other_threads_run_while_pages_are_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps, all of them, and also where the kernel can't: a daemon answers `starting` meanwhile."""
+    asked: list[tuple[int, int]] = []
+
+    class Advised(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            asked.append((start, length))
+            if start:
+                raise OSError(errno.EINVAL, "an old kernel")
+            super().madvise(option, start, length)
+
+    monkeypatch.setattr("tiercache.storage.memory.mmap.mmap", Advised)
+    memory = HostMemory(40 << 20)
+    try:
+        assert asked == [(0, 16 << 20), (16 << 20, 16 << 20)] and not memory.array.any()
+    finally:
+        memory.close()

@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import os
+import signal
 import sys
 import threading
 from dataclasses import asdict
@@ -19,10 +22,13 @@ if __name__ == "__main__":
 import torch
 
 from tests.service.caches import LARGE, SPACE, is_exact, prompt, tensor_of
+from tiercache.errors import LeaseLost
 from tiercache.service.client import copies
 from tiercache.service.client.client import Client, connect
+from tiercache.service.client.remote_kv import RemoteKV
 
 BLOCKS = 24
+ON_UVLOOP = "-on-uvloop"
 
 
 def say(**what: object) -> None:
@@ -49,13 +55,53 @@ def stick(name: str) -> None:
     setattr(copies, name, stuck)
 
 
+async def stopped(kv: RemoteKV, seed: int) -> None:
+    """Hold three hits, one in place; stop, and say what became of them."""
+    prompts = [prompt(seed + number, 1) for number in range(3)]
+    async with kv.match(prompts[0]) as evicted, kv.match(prompts[1]) as kept, kv.match(prompts[2]) as placed:
+        await evicted.layer(0)
+        seen = placed.view(0, 1)[0]
+        await kept.ready()
+        say(pid=os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        found = {"layer": "", "gathered": -1, "view": "", "in_place": False, "again": False}
+        try:
+            kept.view(0, 0)
+        except LeaseLost as error:
+            found["view"] = type(error).__name__
+        try:
+            await evicted.layer(1)
+        except LeaseLost as error:
+            found["layer"] = type(error).__name__
+        found["gathered"] = (await evicted.gather()).shape[2]
+        found["in_place"] = torch.equal(seen.view(torch.uint8), tensor_of(prompts[2], spec=LARGE)[1, 0].view(torch.uint8))
+    async with kv.match(prompts[1]) as hit:
+        found["again"] = hit.tokens == 16 and is_exact(await hit.gather(), prompts[1], spec=LARGE)
+    say(**found)
+
+
 async def run(role: str, client: Client, seed: int) -> None:
     """Play a role."""
     kv = await client.open(SPACE, LARGE)
+    if role == "stopped":
+        await stopped(kv, seed)
+        return
     tokens = prompt(seed, BLOCKS)
     data = tensor_of(tokens, spec=LARGE)
     if role == "write":
         say(stored=list(await kv.insert(tokens, data)))
+        return
+    if role == "write-in-place":
+        async with kv.reserve(tokens) as room:
+            for number, block in enumerate(room.blocks):
+                block.copy_(data[:, :, number * 16 : (number + 1) * 16])
+            say(stored=[await room.commit(len(tokens)), 0, 0])
+        return
+    if role == "read-in-place":
+        async with kv.match(tokens) as hit:
+            layers = [[torch.stack(hit.view(block, layer)) for block in range(BLOCKS)] for layer in range(LARGE.layers)]
+            whole = torch.stack([torch.cat(blocks, 1) for blocks in layers])
+            say(tokens=hit.tokens, exact=hit.is_in_place and is_exact(whole, tokens, spec=LARGE), **asdict(client.stats()))
         return
     if role == "read":
         async with kv.match(tokens) as hit:
@@ -90,8 +136,10 @@ async def main() -> None:
     """Connect, and play."""
     role, address, seed = sys.argv[1:]
     async with connect(address, deadline=60.0) as client:
-        await run(role, client, int(seed))
+        await run(role.removesuffix(ON_UVLOOP), client, int(seed))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    factory = importlib.import_module("uvloop").new_event_loop if sys.argv[1].endswith(ON_UVLOOP) else None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(main())

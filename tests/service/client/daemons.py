@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web_app
 
 from tiercache.config import Config
@@ -37,19 +39,28 @@ class Process:
 
     def __init__(self, directory: Path, config: Config) -> None:
         self.address = f"unix://{directory}/s"
+        self._starts = 0
         self._socket = directory / "s"
         self._file = directory / "config.toml"
         tiers = ", ".join(f'{{tier = "{tier.tier}", capacity = {tier.bytes}}}' for tier in config.tiers)
         self._file.write_text(
             f"tiers = [{tiers}]\ndirectory = '{config.directory or directory / 'data'}'\nadmit_ms = {config.admit_ms}\n"
-            f"promote_ms = {config.promote_ms}\nlease_share = 1.0\ndrain_seconds = 0.0\n"
+            f"promote_ms = {config.promote_ms}\nlease_share = 1.0\ndrain_seconds = 0.0\n[limits]\n"
+            + "".join(f"{name} = {value!r}\n" for name, value in msgspec.to_builtins(config.limits).items())
         )
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it; it is there when a client is connected."""
+        """Start it, each time under another hash seed; it is there when a client is connected."""
         command = [sys.executable, "-m", "tiercache.service.daemon", "--config", str(self._file), "--socket", str(self._socket)]
-        self.process = subprocess.Popen([*command, "--log-level", "error"])
+        self._starts += 1
+        environment = os.environ | {"PYTHONHASHSEED": str(self._starts)}
+        self.process = subprocess.Popen([*command, "--log-level", "error"], env=environment)
+
+    @property
+    def socket(self) -> Path:
+        """Where it listens."""
+        return self._socket
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""

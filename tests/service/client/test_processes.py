@@ -13,11 +13,12 @@ import torch
 
 from tests.service.caches import LARGE, SPACE, is_exact, prompt, read, small, store, tensor_of
 from tests.service.client.child import BLOCKS
-from tests.service.client.daemons import Child, own_process, running
+from tests.service.client.daemons import Child, Process, own_process, running
 from tests.service.client.fake import turn, until
+from tests.service.daemon.http import get
 from tiercache.config import Config
 from tiercache.errors import StaleHandle
-from tiercache.service.client.client import BackOff, Client, connect
+from tiercache.service.client.client import BackOff, connect
 from tiercache.service.client.remote_kv import RemoteKV
 
 AT_ONCE = BackOff(first=0.01, most=0.05)
@@ -28,19 +29,20 @@ def roomy(directory: Path | None = None) -> Config:
     return small(hbm=16, dram=48, ssd=None if directory is None else 96, directory=directory, spec=LARGE, admit_ms=5000)
 
 
-async def test_what_one_process_computed_another_reads(seed: int) -> None:
+@pytest.mark.parametrize("way", ["", "-in-place"], ids=["copied", "in place"])
+async def test_what_one_process_computed_another_reads(way: str, seed: int) -> None:
     """Three processes; the KV goes through shared memory, and less than a hundredth of its bytes over the sockets."""
     with own_process(roomy()) as daemon:
         async with connect(daemon.address, back_off=AT_ONCE) as client:
             await client.connected()
-        writer = Child("write", daemon.address, seed)
+        writer = Child(f"write{way}", daemon.address, seed)
         assert (await writer.says())["stored"] == [BLOCKS * SIZE, 0, 0] and writer.end() == 0
-        reader = Child("read", daemon.address, seed)
+        reader = Child(f"read{way}", daemon.address, seed)
         found = await reader.says()
 
         assert reader.end() == 0 and found["exact"] and found["tokens"] == BLOCKS * SIZE and found["misses"] == {}
-        assert found["read"] == BLOCKS * LARGE.block_bytes
-        assert found["sent"] + found["received"] < found["read"] / 100
+        assert found["read"] == (0 if way else BLOCKS * LARGE.block_bytes)
+        assert found["sent"] + found["received"] < BLOCKS * LARGE.block_bytes / 100
 
 
 @pytest.mark.parametrize(
@@ -143,10 +145,26 @@ async def check_durable(kv: RemoteKV, kept: list[int]) -> None:
     assert await read(kv, kept) == len(kept)
 
 
-async def kill_rounds(rounds: int, seed: int, tmp_path: Path) -> Client:
+def crowded(directory: Path) -> Config:
+    """Memory for a third of what the runners use: blocks go down to SSD and come up again all the time."""
+    return small(hbm=8, dram=12, ssd=96, directory=directory, spec=LARGE, admit_ms=5000)
+
+
+async def moving(daemon: Process) -> set[tuple[str, str]]:
+    """Wait until transfers are under way; return between which tiers there were any up to now."""
+    while True:
+        _, stats = await get(daemon.socket, "/v1/stats")
+        if stats["stacks"][0]["in_flight"]:
+            return {(one["from"], one["to"]) for one in stats["stacks"][0]["copied"]}
+        await turn()
+
+
+async def kill_rounds(rounds: int, seed: int, config: Config) -> set[tuple[str, str]]:
+    """Kill a daemon so many times while its clients work; return between which tiers it copied."""
     choose = random.Random(seed)
     kept = prompt(1000, 6)
-    with own_process(roomy(tmp_path / "ssd")) as daemon:
+    copied: set[tuple[str, str]] = set()
+    with own_process(config) as daemon:
         async with connect(daemon.address, deadline=30.0, back_off=AT_ONCE) as client:
             await client.connected()
             kv = await client.open(SPACE, LARGE)
@@ -156,6 +174,7 @@ async def kill_rounds(rounds: int, seed: int, tmp_path: Path) -> Client:
             for _ in range(rounds):
                 runners = Runners(kv, choose.randrange(1 << 30))
                 await runners.until(choose.randrange(8, 60))
+                copied |= await moving(daemon) if config.tiers[0].bytes < 16 * LARGE.block_bytes else set()
                 daemon.kill()
                 await until(lambda: client.boot is None)
                 await runners.until(16)
@@ -170,18 +189,29 @@ async def kill_rounds(rounds: int, seed: int, tmp_path: Path) -> Client:
             assert len(boots) == rounds + 1
             assert client.stats().sessions == rounds + 1
             assert client.stats().misses.keys() <= {"away", "lost"}
-    return client
+    return copied
 
 
 async def test_a_daemon_that_is_killed_hurts_nobody(seed: int, tmp_path: Path) -> None:
     """Reads and writes become misses or StaleHandle, no byte is wrong, the next daemon is found, what was durable is there."""
-    await kill_rounds(3, seed, tmp_path)
+    await kill_rounds(3, seed, roomy(tmp_path / "ssd"))
+
+
+EVERYWHERE = {("HBM", "DRAM"), ("DRAM", "SSD"), ("SSD", "DRAM"), ("DRAM", "HBM")}
+
+
+async def test_a_daemon_that_is_killed_while_it_moves_blocks_hurts_nobody(seed: int, tmp_path: Path) -> None:
+    """It dies with demotes, promotes and reads under way, and starts again under another hash seed."""
+    assert await kill_rounds(2, seed, crowded(tmp_path / "ssd"))
 
 
 @pytest.mark.slow
-async def test_a_daemon_that_is_killed_often_hurts_nobody(seed: int, tmp_path: Path) -> None:
-    """Twenty rounds of it."""
-    await kill_rounds(20, seed, tmp_path)
+@pytest.mark.parametrize("tiers", [roomy, crowded])
+async def test_a_daemon_that_is_killed_often_hurts_nobody(tiers: Callable[[Path], Config], seed: int, tmp_path: Path) -> None:
+    """Twenty rounds of it, with room for all, and with blocks on their way down and up all the time."""
+    copied = await kill_rounds(20, seed, tiers(tmp_path / "ssd"))
+
+    assert tiers is roomy or copied >= EVERYWHERE
 
 
 async def test_a_daemon_that_is_stopped_is_a_miss(seed: int) -> None:
@@ -205,6 +235,16 @@ async def test_a_daemon_that_is_stopped_is_a_miss(seed: int) -> None:
             assert client.stats().misses.keys() == {"slow"} and client.stats().sessions == 1
 
 
+async def test_a_client_on_another_loop(seed: int) -> None:
+    """Engines run uvloop: everything a client does goes there, too."""
+    async with running(roomy()) as (_, address), connect(address, deadline=60.0) as client:
+        child = Child("read-on-uvloop", address, seed)
+        await store(await client.open(SPACE, LARGE), prompt(seed, BLOCKS))
+        found = await child.says()
+
+        assert child.end() == 0 and found["exact"] and found["tokens"] == BLOCKS * SIZE and found["misses"] == {}
+
+
 async def test_a_million_tokens_in_one_match(seed: int) -> None:
     """Found whole, with what is new alone on the wire when the prompt grows."""
     spec = type(LARGE)(layers=1, kv_heads=1, head_dim=8, dtype="int8", block_size=256)
@@ -221,4 +261,5 @@ async def test_a_million_tokens_in_one_match(seed: int) -> None:
         after = client.stats()
 
         assert outcome == (whole, 0, 0) and found == whole
+        assert before.sent < 4 * len(tokens) + 100_000  # the prompt once, whatever asks about it
         assert after.sent - before.sent < 4096 and not after.misses

@@ -21,6 +21,8 @@ FILE = '[[tiers]]\ntier = "DRAM"\ncapacity = "1 MiB"\n'
         ({"write_through_hits": 0}, "write_through_hits"),
         ({"limits": Limits(sessions=0)}, "limits.sessions"),
         ({"limits": Limits(leases=-1)}, "limits.leases"),
+        ({"limits": Limits(lease_seconds=0.0)}, "limits.lease_seconds"),
+        ({"limits": Limits(write_seconds=float("nan"))}, "limits.write_seconds"),
         ({"limits": Limits(queued_bytes="some")}, "some"),
         ({"admin": "127.0.0.1:9410"}, "admin"),
         ({"admin": "here", "admin_token_file": "t"}, "here"),

@@ -10,8 +10,7 @@ import pytest
 
 from tests.seams import Rig
 from tests.service.caches import SPEC, lower, prompt, small
-from tests.service.daemon.raw import are_exact, connected, daemon_of, fetched, fill, session_at, stored, whole
-from tiercache.config import Limits
+from tests.service.daemon.raw import are_exact, daemon_of, fetched, fill, session_at, stored, whole
 from tiercache.service import wire
 from tiercache.types import Tier
 
@@ -230,29 +229,6 @@ async def test_sixty_four_sessions_at_once(folder: Path) -> None:
         counts = await asyncio.gather(*(one(daemon.path, number) for number in range(64)))
 
     assert counts == [2] * 64
-
-
-async def test_a_client_that_never_reads_is_ended_and_slows_nobody(folder: Path) -> None:
-    """Its replies wait up to a limit; then its session ends. Another session is answered before and after."""
-    tokens = prompt(1, 64)
-    config = small(hbm=80, limits=Limits(queued_bytes="64 KiB"))
-    async with daemon_of(folder, config) as daemon, session_at(daemon.path) as other:
-        opened = await other.open()
-        handed = await fetched(other)
-        await stored(other, opened, handed, tokens)
-        async with connected(daemon.path) as deaf:
-            await deaf.hello()
-            there = await deaf.open()
-            deaf.ws._response.connection.protocol.pause_reading()  # type: ignore[union-attr]
-            try:
-                while daemon.house.counts.overrun == 0:
-                    await deaf.send(wire.Match, kv=there.kv, prompt=whole(tokens))
-                    await other.call(wire.Count, wire.Covered, kv=opened.kv, prompt=whole(tokens))
-            except ConnectionError:
-                pass
-
-        assert daemon.house.counts.overrun == 1
-        assert (await other.call(wire.Count, wire.Covered, kv=opened.kv, prompt=whole(tokens))).count == 64
 
 
 @pytest.mark.parametrize("leases", [1, 3])
