@@ -10,9 +10,9 @@ from collections.abc import Callable
 class Renewal:
     """Calls `renew` every third of a term while anything is held that has to be renewed. Without a term nothing has to be.
 
-    Times are the machine's monotonic ones: a loop's own may be as old as its present turn. What the daemon counts from is later
-    than what is counted from here, when the request was sent; so who is sure by this is right, unless the daemon does not read for
-    a third of a term what lies in its socket. It looks at that itself, and takes nothing for lost then.
+    Times are the machine's monotonic ones, which go on while this process is stopped. What the daemon counts from is later than
+    what is counted from here, before the request was sent; so who is sure by this is right, unless the daemon does not read for a
+    third of a term what lies in its socket. It looks at that itself, and takes nothing for lost then.
     """
 
     def __init__(self, renew: Callable[[], None]) -> None:
