@@ -33,9 +33,11 @@ BLOCK = 4096
 
 
 async def play(tiny: Loaded, directory: Path, scenes: Sequence[Scene], labels: Sequence[str]) -> Result:
+    places = Places.choose(directory)
     with Screen(Console(file=io.StringIO(), width=80)) as screen:
-        sidecar = Sidecar(Places.choose(directory))
-        return await Player(tiny, screen, sidecar=sidecar, scenes=scenes, labels=labels).play()
+        result = await Player(tiny, screen, sidecar=Sidecar(places), scenes=scenes, labels=labels).play()
+    places.run.rmdir()  # the sockets in it are gone
+    return result
 
 
 @pytest.fixture(scope="module")
