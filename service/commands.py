@@ -32,11 +32,11 @@ def demo(
     model: Annotated[str | None, typer.Option(help="A folder, a GGUF file or a name on the hub; default: a small one.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="What the samples are drawn with.")] = 0,
-    directory: Annotated[Path | None, typer.Option(help="The SSD tier's directory; it stays.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary directory of the SSD tier.")] = False,
+    directory: Annotated[Path | None, typer.Option(help="For the SSD tier and the daemon's log; it stays.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary directory that is used instead.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write what was found to this file.")] = None,
 ) -> None:
-    """Run a small model with and without the cache, and compare.
+    """Run a small model with and without the cache of a daemon, which is started, restarted and ended; compare.
 
     The exit status is 0 when every text is the same and blocks moved in all directions, 1 when not, 2 when the demo can't run.
     """

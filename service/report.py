@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 from tiercache.changes import Reason
+from tiercache.service.daemon.report import figures
 from tiercache.service.inprocess import TierCache
-from tiercache.service.stack import Stack
 from tiercache.sizes import format_size
-from tiercache.slots import SlotState
-from tiercache.storage.contract import FULL_CHARGE
 from tiercache.types import Tier
 
 GIB = 1 << 30
@@ -71,6 +70,28 @@ class Report:
     failures: Counter[str]
     """Blocks and moves that failed, by reason: each became a miss."""
 
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> Self:
+        """Return the report that the figures of one block size make, as `/v1/stats` lists them."""
+        size = found["block_size"]
+        return cls(
+            tiers=tuple(
+                TierReport(
+                    tier=Tier[tier["tier"]],
+                    block_size=size,
+                    block_bytes=found["block_bytes"],
+                    used=tier["blocks"],
+                    capacity=tier["capacity"],
+                    queries=tier["queries"] * size,
+                    hits=tier["hits"] * size,
+                )
+                for tier in found["tiers"]
+            ),
+            copied=Counter({(Tier[way["from"]], Tier[way["to"]]): way["blocks"] for way in found["copied"]}),
+            evicted=sum(change["blocks"] for change in found["moved"] if change["reason"] in _LOST),
+            failures=Counter(found["failures"]),
+        )
+
     def moves(self) -> list[tuple[Tier, Tier, int]]:
         """Return how many blocks went each way between neighbouring tiers, zeros included: all ways down, then all ways up."""
         places = [tier.tier for tier in self.tiers]
@@ -83,9 +104,9 @@ class Report:
         steps = {(source, target) for source, target, _ in self.moves()}
         return [(source, target, count) for (source, target), count in self.copied.items() if (source, target) not in steps]
 
-    def written(self) -> int:
-        """Return how many blocks were copied to the last tier."""
-        return sum(count for (_, target), count in self.copied.items() if target is self.tiers[-1].tier)
+    def durable(self) -> int:
+        """Return how many blocks have a copy in the last tier."""
+        return self.tiers[-1].used
 
     def __add__(self, earlier: Report) -> Report:
         """Return this report with the counts of an earlier life of the same tiers added."""
@@ -100,7 +121,12 @@ class Report:
 
 def reports(cache: TierCache) -> tuple[Report, ...]:
     """Return a report for each block size that is open in `cache`; also after its end, when its counts are complete."""
-    return tuple(_report(stack) for stack in cache.stacks)
+    return tuple(Report.read(figures(stack)) for stack in cache.stacks)
+
+
+def reports_of(stats: Mapping[str, Any]) -> tuple[Report, ...]:
+    """Return the same from what a daemon answers to `/v1/stats`."""
+    return tuple(Report.read(found) for found in stats["stacks"])
 
 
 def total(lives: Iterable[Report]) -> Report:
@@ -111,29 +137,7 @@ def total(lives: Iterable[Report]) -> Report:
     return first
 
 
-def _report(stack: Stack) -> Report:
-    stats, residency = stack.cache.stats, stack.cache.residency
-    tiers = [
-        TierReport(
-            tier=tier,
-            block_size=stack.block_size,
-            block_bytes=stack.geometry.block_bytes,
-            used=len(pool.listed(SlotState.OWNED)),
-            capacity=pool.budget // FULL_CHARGE,
-            queries=queries * stack.block_size,
-            hits=hits * stack.block_size,
-        )
-        for tier, pool, queries, hits in zip(stack.cache.tiers, residency.slots, stats.queries, stats.hits, strict=True)
-    ]
-    return Report(
-        tiers=tuple(tiers),
-        copied=Counter(stats.copied),
-        evicted=sum(stats.total(reason) for reason in _LOST),
-        failures=Counter(stats.failures),
-    )
-
-
-_LOST: Sequence[Reason] = (Reason.EVICT, Reason.DROP)
+_LOST = frozenset({Reason.EVICT.value, Reason.DROP.value})
 
 
 def _added(now: TierReport, before: TierReport) -> TierReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from tiercache.checks import integer
@@ -110,10 +111,9 @@ class KVSpec:
         _refuse_other_attention(config)
         text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         _refuse_other_attention(text)
-        # One after the other: where the new name of the field is known, reading the old one warns.
-        fields = (_field(owner, name) for owner in (text, config) for name in ("dtype", "torch_dtype"))
-        kind = dtype or next((kind for kind in fields if kind is not None), "float32")
-        name = str(kind).removeprefix("torch.")
+        # One after the other: a configuration that has `dtype` warns when it is asked for the older name.
+        named = (_field(owner, name) for owner in (text, config) for name in ("dtype", "torch_dtype"))
+        name = str(next((kind for kind in chain([dtype], named) if kind is not None), "float32")).removeprefix("torch.")
         layers = _number(text, "num_hidden_layers")
         rank = _field(text, "kv_lora_rank")
         if rank is not None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.service.daemon.heartbeat import EDGES, INTERVAL, Heartbeat
 from tiercache.service.stack import Stack
+from tiercache.slots import SlotState
+from tiercache.storage.contract import FULL_CHARGE
 
 if TYPE_CHECKING:
     from tiercache.service.daemon.daemon import Daemon
@@ -66,7 +68,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
             "lost": {"leases": counts.lost["lease"], "reservations": counts.lost["reservation"]},
         },
         "loop": _loop(daemon.heartbeat),
-        "stacks": [_stack(stack) for stack in daemon.cache.stacks],
+        "stacks": [figures(stack) for stack in daemon.cache.stacks],
     }
 
 
@@ -82,8 +84,9 @@ def _loop(heart: Heartbeat) -> dict[str, Any]:
     }
 
 
-def _stack(stack: Stack) -> dict[str, Any]:
-    cache, figures = stack.cache, stack.cache.stats
+def figures(stack: Stack) -> dict[str, Any]:
+    """Return the counts of one block size; `blocks` of a tier have a copy there, `capacity` of them fit when none is compressed."""
+    cache, counted = stack.cache, stack.cache.stats
     apart = quarantined(stack)
     return {
         "block_bytes": stack.geometry.block_bytes,
@@ -94,21 +97,23 @@ def _stack(stack: Stack) -> dict[str, Any]:
                 "slots": pool.capacity,
                 "free": pool.free,
                 "quarantined": apart[position],
-                "queries": figures.queries[position],
-                "hits": figures.hits[position],
+                "blocks": len(pool.listed(SlotState.OWNED)),
+                "capacity": pool.budget // FULL_CHARGE,
+                "queries": counted.queries[position],
+                "hits": counted.hits[position],
             }
             for position, (tier, pool) in enumerate(zip(cache.tiers, cache.residency.slots, strict=True))
         ],
-        "matches": figures.matches,
-        "asked": figures.asked,
-        "missed": figures.missed,
-        "clipped": figures.clips,
+        "matches": counted.matches,
+        "asked": counted.asked,
+        "missed": counted.missed,
+        "clipped": counted.clips,
         "moved": [
             {"from": _name(before), "to": _name(after), "reason": reason.value, "blocks": blocks}
-            for (before, after, reason), blocks in figures.moved.items()
+            for (before, after, reason), blocks in counted.moved.items()
         ],
-        "copied": [{"from": str(one), "to": str(other), "blocks": blocks} for (one, other), blocks in figures.copied.items()],
-        "failures": dict(figures.failures),
+        "copied": [{"from": str(one), "to": str(other), "blocks": blocks} for (one, other), blocks in counted.copied.items()],
+        "failures": dict(counted.failures),
         "blocks": cache.residency.table.live,
         "leases": sum(len(session.leases) for session in cache.sessions),
         "reservations": sum(len(session.reservations) for session in cache.sessions),

@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercache.config import Config
-from tiercache.service.demo.result import Outcome, Result
-from tiercache.service.report import Report, TierReport, total
+from tiercache.service.demo.places import Places
+from tiercache.service.demo.result import Life, Outcome, Result
+from tiercache.service.report import Report, TierReport
 from tiercache.sizes import format_size
 from tiercache.spec import KVSpec
 from tiercache.types import Tier
@@ -67,18 +68,24 @@ class Screen:
         else:
             self._bar.update(self._task, description=name, total=1.0, completed=fraction, count=f"{fraction:.0%}")
 
-    def begin(self, loaded: Loaded, spec: KVSpec, config: Config, requests: int) -> None:
-        """Say which model runs in which tiers."""
+    def begin(self, loaded: Loaded, spec: KVSpec, config: Config, places: Places, requests: int) -> None:
+        """Say which model runs in which tiers, and where."""
         sizes = ", ".join(f"{tier.tier} {format_size(tier.bytes)}" for tier in config.tiers)
         block = f"a block of {spec.block_size} tokens takes {format_size(spec.block_bytes)}"
         self.console.print()
-        self.console.print(f"Model: {loaded.namespace.model}, {spec.dtype}; {block}", markup=False)
-        self.console.print(f"Tiers: {sizes}")
-        self.console.print(f"SSD:   {config.path}", style="dim", overflow="fold")
+        self.console.print(f"Model:  {loaded.namespace.model}, {spec.dtype}; {block}", markup=False)
+        self.console.print(f"Tiers:  {sizes}")
+        self.console.print(f"Files:  {places.directory}", style="dim", overflow="fold", markup=False)
+        self._bar.update(self._task, total=requests, completed=0, description="", count=f"0 of {requests}")
+
+    def serving(self, pid: int, life: Life, places: Places) -> None:
+        """Say that the daemon is there, beside the demo's own process `pid`."""
+        self.console.print(f"Demo:   process {pid} runs the model and maps the daemon's memory")
+        self.console.print(f"Daemon: process {life.pid}, {_boot(life)}, served {_ms(life.started_seconds)} after its start")
+        self.console.print(f"Socket: {places.socket}", style="dim", overflow="fold", markup=False)
         self.console.print()
         self.console.print("Prompt tokens by where their KV was found, and `new` ones, which were computed;")
         self.console.print("time to the first new token with the cache and without.")
-        self._bar.update(self._task, total=requests, completed=0, description="", count=f"0 of {requests}")
 
     def scene(self, title: str) -> None:
         """Begin a scene."""
@@ -105,46 +112,72 @@ class Screen:
         self._bar.update(self._task, advance=1, count=f"{int(task.completed) + 1} of {int(task.total or 0)}")
 
     def tiers(self, report: Report) -> None:
-        """Show how full the tiers are, and what has been copied since the cache was opened."""
+        """Show how full the tiers are, and what has been copied since the daemon was started."""
         use = ", ".join(f"{tier.tier} {tier.used} of {tier.capacity}" for tier in report.tiers)
         moves = ", ".join(f"{source}→{target} {count}" for source, target, count in report.moves())
         self.console.print(f"  blocks held:  {use}", style="dim")
         self.console.print(f"  blocks moved: {moves}", style="dim")
 
-    def closing(self) -> None:
-        """Say that the cache is being closed."""
-        self._bar.update(self._task, description="closing")
+    def stopping(self) -> None:
+        """Say that the daemon is being stopped."""
+        self._bar.update(self._task, description="stopping")
 
-    def closed(self, written: int) -> None:
-        """Say how many blocks the cache wrote to its last tier as it closed."""
-        self.console.print(f"  closed: {written} more blocks were written down", style="dim")
+    def stopped(self, life: Life, seconds: float) -> None:
+        """Say that the daemon has ended."""
+        self.console.print()
+        self.console.print("Restart: the daemon gets SIGTERM, and is started again", style="bold")
+        self.console.print(f"  daemon: process {life.pid}, {_boot(life)}, ended {_ms(seconds)} later")
+
+    def restarted(self, life: Life, drained: int) -> None:
+        """Say that it is there again, and that it found `drained` more blocks on SSD than there were before it stopped."""
+        self.console.print(f"  daemon: process {life.pid}, {_boot(life)}, started again in {_ms(life.started_seconds)}")
+        self.console.print(f"  written down at the stop: {drained} blocks", style="dim")
 
     # --- the end ----------------------------------------------------------------------------------------------------------
 
+    def log(self, lines: Iterable[str]) -> None:
+        """Show the end of the daemon's log."""
+        show_log(self.console, lines)
+
     def summary(self, result: Result, seconds: float) -> bool:
         """Show the tables and the verdict, and return whether it is yes."""
-        report = total(result.lives)
-        for table in (_scenes(result), _tiers(report.tiers), _moves(report)):
+        report = result.report
+        tables = [_scenes(result)] if result.outcomes else []
+        if report is not None:
+            tables += [_tiers(report.tiers), _moves(report, result.drained)]
+        for table in tables:
             self.console.print()
             self.console.print(table)
-        outcomes = [outcome for _, outcome in result.outcomes]
-        prompt, computed = sum(outcome.tokens for outcome in outcomes), sum(outcome.computed for outcome in outcomes)
         self.console.print()
-        drift = max((outcome.drift for outcome in outcomes), default=0.0)
-        reopened = _ms(result.reopened_seconds)
-        self.console.print(f"{len(outcomes)} requests in {seconds:.0f} s. Closed in between, and opened again in {reopened}.")
-        self.console.print(f"Of {prompt} prompt tokens {prompt - computed} came from the cache and {computed} were computed.")
-        self.console.print(f"Logits of first tokens differ by up to {drift:.0e}: floats are added in another order.")
-        self.console.print()
-        reasons = result.reasons(report)
+        if result.outcomes:
+            self._figures(result, seconds)
+        reasons = result.reasons()
         if reasons:
             text, style = f"No: {'; '.join(reasons)}.", "bold red"
         else:
-            ways = len(report.moves())
+            ways = len(report.moves()) if report is not None else 0
             text = f"Yes: all {result.texts} texts are the same with the cache, and blocks moved all {ways} ways."
             style = "bold green"
-        self.console.print(text, style=style)
+        self.console.print(text, style=style, markup=False)
         return not reasons
+
+    def _figures(self, result: Result, seconds: float) -> None:
+        outcomes = [outcome for _, outcome in result.outcomes]
+        prompt, computed = sum(outcome.tokens for outcome in outcomes), sum(outcome.computed for outcome in outcomes)
+        drift = max(outcome.drift for outcome in outcomes)
+        restart = ""
+        if len(result.daemons) > 1:
+            restart = f" The daemon was stopped, and started again in {_ms(result.daemons[-1].started_seconds)}."
+        self.console.print(f"{len(outcomes)} requests in {seconds:.0f} s.{restart}")
+        self.console.print(f"Of {prompt} prompt tokens {prompt - computed} came from the cache and {computed} were computed.")
+        if client := result.client:
+            socket = client.sent + client.received
+            ratio = f", 1 byte for {client.read // socket} bytes of KV read" if socket else ""
+            read, written = format_size(client.read), format_size(client.written)
+            self.console.print(f"Through shared memory: {read} of KV read, {written} written.")
+            self.console.print(f"Over the socket: {format_size(socket)}{ratio}.")
+        self.console.print(f"Logits of first tokens differ by up to {drift:.0e}: floats are added in another order.")
+        self.console.print()
 
 
 def _scenes(result: Result) -> Table:
@@ -187,10 +220,10 @@ def _tiers(tiers: Iterable[TierReport]) -> Table:
     return table
 
 
-def _moves(report: Report) -> Table:
+def _moves(report: Report, drained: int) -> Table:
     moves = report.moves() + report.leaps()
-    table = _table("blocks moved", *(f"{source}→{target}" for source, target, _ in moves), "evicted")
-    table.add_row("", *(str(count) for *_, count in moves), str(report.evicted))
+    table = _table("blocks moved", *(f"{source}→{target}" for source, target, _ in moves), "at stop", "evicted")
+    table.add_row("", *(str(count) for *_, count in moves), str(drained), str(report.evicted))
     return table
 
 
@@ -200,6 +233,19 @@ def _table(first: str, *rest: str) -> Table:
     for name in rest:
         table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def show_log(console: Console, lines: Iterable[str]) -> None:
+    """Show the end of the daemon's log, if there is any."""
+    shown = list(lines)
+    if shown:
+        console.print("The end of the daemon's log:", style="dim")
+    for line in shown:
+        console.print(f"  {line}", style="dim", markup=False)
+
+
+def _boot(life: Life) -> str:
+    return f"boot {life.boot[:8]}"
 
 
 def _ms(seconds: float) -> str:

@@ -211,11 +211,11 @@ class TreeOfThoughts:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Earlier requests once more, after the cache was closed and opened: what is hit now comes from the SSD tier."""
+    """Earlier requests once more, after the daemon was stopped and started: what is hit now comes from the SSD tier."""
 
     asked: Sequence[Request]
     labels: Sequence[str] = AGAIN
-    title: str = "Closed and opened again: earlier requests once more"
+    title: str = "Asked again: earlier requests once more, after the restart"
 
     @property
     def requests(self) -> int:

@@ -127,6 +127,21 @@ def test_a_model_s_configuration_says_its_layout() -> None:
     assert latent == KVSpec(layers=30, kv_heads=1, head_dim=576, dtype="float32", latent=True)
 
 
+class Newer(SimpleNamespace):
+    """A configuration as libraries make them that have renamed a field: the older name still works, with a warning."""
+
+    @property
+    def torch_dtype(self) -> str:
+        raise AssertionError("who knows `dtype` is not asked for the older name")
+
+
+def test_the_older_name_of_a_dtype_is_not_asked_for_without_need() -> None:
+    """It is, where there is no other."""
+    newer, older = Newer(**vars(config(dtype="float16"))), config(dtype=None, torch_dtype="bfloat16")
+
+    assert (KVSpec.from_config(newer).dtype, KVSpec.from_config(older).dtype) == ("float16", "bfloat16")
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -1,12 +1,15 @@
-"""A demo that takes a second: a tiny model with random weights, and scenes of random prompts."""
+"""A demo that takes seconds: a tiny model with random weights, scenes of random prompts, and daemons in processes of their own."""
 
 from __future__ import annotations
 
 import io
+import os
 import random
 import signal
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ from rich.console import Console
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.service.runners.conftest import Letters
+from tiercache.config import Config
+from tiercache.service.demo.places import Places
 from tiercache.service.demo.screen import Screen
 from tiercache.service.demo.workload import Ask, Request
 from tiercache.service.runners.model import Loaded
@@ -88,6 +93,36 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, empty; sockets go there as well."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    return folder
+
+
+def small_places(directory: Path) -> Places:
+    """Return places in which a daemon with a little memory can be started."""
+    places = Places.choose(directory)
+    places.prepare(Config.of(dram="1 MiB", ssd="4 MiB", directory=str(places.tier), drain_seconds=1.0))
+    return places
+
+
+def left_of(place: Path) -> list[str]:
+    """Return what is left of a folder: itself, and the processes whose command line names it."""
+    found = [str(place)] if place.exists() else []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+        except OSError:  # it ended meanwhile
+            continue
+        if os.fsencode(place) in command:
+            found.append(f"process {entry.name}: {command.replace(bytes(1), b' ').decode(errors='replace')}")
+    return found
 
 
 def printed(console: Console) -> str:

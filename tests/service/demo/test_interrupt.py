@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.service.demo.conftest import left_of, small_places
+from tiercache.service.client.client import connect
 from tiercache.service.demo.interrupt import Interrupts
+from tiercache.service.demo.sidecar import Sidecar
 
 pytestmark = pytest.mark.usefixtures("handlers")
 
@@ -89,6 +92,34 @@ def test_a_held_block_runs_to_its_end() -> None:
         hold(interrupts)
 
     assert steps == ["after the signal"]
+
+
+@pytest.mark.parametrize("moment", ["starting", "serving", "stopping"])
+def test_the_daemon_ends_too(tmp_path: Path, temporary: Path, moment: str) -> None:
+    """In order even when a second signal comes meanwhile; nothing is left that names its directory."""
+    places = small_places(tmp_path / "mine")
+
+    async def main() -> None:
+        async with Sidecar(places) as sidecar:
+            if moment == "starting":
+                press()
+            try:
+                await sidecar.start()
+                async with connect(sidecar.address, deadline=60.0) as client:
+                    await sidecar.serves(client, after=None)
+                    press()
+                    await (sidecar.stop() if moment == "stopping" else asyncio.Event().wait())
+            finally:
+                press()
+
+    def work(interrupts: Interrupts) -> None:
+        with interrupts.temporary(places.directory, keep=False), interrupts.temporary(places.run, keep=False):
+            interrupts.run(main())
+
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        work(interrupts)
+
+    assert left_of(places.directory) == left_of(places.run) == []
 
 
 @pytest.mark.parametrize("keep", [True, False])
