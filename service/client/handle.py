@@ -182,9 +182,7 @@ class Claim:
     async def _ask(self, within: float | None) -> None:
         if self._complete or self.handle is None or self.gone is not None:
             return
-        answer = await self.handle.connection.call(
-            wire.Places, wire.Ready, patience=within or 0.0, lease=self.lease, within=within
-        )
+        answer = await self.handle.connection.call(wire.Places, wire.Ready, patience=within or 0.0, lease=self.lease, within=within)
         if not isinstance(answer, Miss) and not self._complete:
             self._keep(answer.places)
             self._complete = within is None or self.readable == self.blocks

@@ -155,6 +155,7 @@ async def test_layers_from_the_disk_wait_for_their_blocks_alone(tmp_path: Path, 
             assert is_layer(await first, 0, tokens)
             await layers.reached()
             assert all([is_layer(await hit.layer(layer), layer, tokens) for layer in range(12)])
+            layers.release()
 
         assert not early and leases(cache) == 0
         await cache.settle()
