@@ -41,14 +41,14 @@ Make = Callable[[Any], Runner]
 class Watched:
     """Says which layers of a model have computed, in whatever thread."""
 
-    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, model: Any) -> None:
         self.loop = asyncio.get_running_loop()
         self.done: list[int] = []
         self.came = asyncio.Event()
-        for number, layer in enumerate(model.model.layers):
-            handle = layer.register_forward_hook(lambda *_, number=number: self._saw(number))
-            monkeypatch.setattr(layer, "_watched_by", handle, raising=False)
-            self.handles = [*getattr(self, "handles", []), handle]
+        self._hooks = [
+            layer.register_forward_hook(lambda *_, number=number: self._saw(number))
+            for number, layer in enumerate(model.model.layers)
+        ]
 
     def _saw(self, number: int) -> None:
         self.done.append(number)
@@ -62,17 +62,17 @@ class Watched:
 
     def end(self) -> None:
         """Watch no more."""
-        for handle in self.handles:
-            handle.remove()
+        for hook in self._hooks:
+            hook.remove()
 
 
 @pytest.fixture
-async def watched(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[], Watched]]:
+async def watched(tiny_model: Any) -> AsyncIterator[Callable[[], Watched]]:
     """A function that begins to watch the tiny model."""
     made: list[Watched] = []
 
     def watch() -> Watched:
-        made.append(Watched(tiny_model, monkeypatch))
+        made.append(Watched(tiny_model))
         return made[-1]
 
     yield watch
@@ -334,8 +334,7 @@ async def test_a_cancelled_pass_leaves_nothing(tiny_model: Any, runner_of: Make,
         runner = runner_of(kv)
         plain = await runner.generate(PROMPT, max_new_tokens=6)
         came, go = asyncio.Event(), asyncio.Event()
-        follow = _following(kv, came, go)
-        runner._kv = follow  # type: ignore[assignment]
+        runner._kv = Stopping(kv, came, go)
         task = asyncio.create_task(runner.generate(PROMPT, max_new_tokens=6))
         async with asyncio.timeout(SECONDS):
             await came.wait()
@@ -352,7 +351,7 @@ async def test_a_cancelled_pass_leaves_nothing(tiny_model: Any, runner_of: Make,
         assert found.tokens == plain.tokens and found.hit_tokens == HIT
 
 
-class _following:
+class Stopping:
     """A KV whose hits stop at layer 1 until they may go on."""
 
     def __init__(self, kv: Any, came: asyncio.Event, go: asyncio.Event) -> None:
