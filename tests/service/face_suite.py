@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -111,7 +111,8 @@ class ReadingSuite:
                     k, v = await hit.layer(layer, out=out[layer])
                     assert (k.data_ptr(), v.data_ptr()) == (out[layer, 0].data_ptr(), out[layer, 1].data_ptr())
                     assert k.shape == v.shape == (3 * SIZE, SPEC.kv_heads, SPEC.head_dim)
-                for wrong in (out, out[0, :, :SIZE], out[0].to(torch.float32), out[0].transpose(1, 3), [1]):
+                wrongs: list[Any] = [out, out[0, :, :SIZE], out[0].to(torch.float32), out[0].transpose(1, 3), [1]]
+                for wrong in wrongs:
                     with pytest.raises(InvalidTensor, match="out"):
                         await hit.layer(0, out=wrong)
 

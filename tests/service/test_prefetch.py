@@ -49,7 +49,7 @@ def test_a_client_that_can_not_be_is_refused_before_anything() -> None:
     """Both clients check the policy when they are made."""
     for make in (connect, BlockingClient):
         with pytest.raises(InvalidInput, match="prefetch must be"):
-            make("unix:///nowhere", prefetch="soon")  # type: ignore[operator]
+            make("unix:///nowhere", prefetch="soon")
 
 
 async def test_a_client_says_how_long_its_hits_wait(tmp_path: Path, seed: int) -> None:
