@@ -20,7 +20,7 @@ from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import cli_client, cli_model, runners
 from tiercache.service.cli_text import share, span, tree_view
 from tiercache.service.client.blocking import BlockingClient
-from tiercache.service.client.client import BackOff
+from tiercache.service.client.client import BackOff, Client, connect
 from tiercache.service.commands import app
 from tiercache.service.runners.model import Loaded
 from tiercache.spec import Namespace
@@ -234,8 +234,12 @@ def test_without_a_daemon_a_model_answers_all_the_same(nowhere: str) -> None:
 def test_how_long_to_wait_is_said_once(nowhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--prefetch` is the policy that the client is made with; one that can't be is one line, before the model is loaded."""
     asked: list[object] = []
-    plain = cli_model.connect
-    monkeypatch.setattr(cli_model, "connect", lambda address, *, prefetch: asked.append(prefetch) or plain(address))
+
+    def listen(address: str, *, prefetch: object) -> Client:
+        asked.append(prefetch)
+        return connect(address)
+
+    monkeypatch.setattr(cli_model, "connect", listen)
 
     for words in ([], ["--prefetch", "best-effort"], ["--prefetch", "0.2"]):
         assert tiercache("generate", "one", "--tokens", "1", "--socket", nowhere, *words).exit_code == 0

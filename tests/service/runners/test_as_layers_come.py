@@ -334,7 +334,8 @@ async def test_a_cancelled_pass_leaves_nothing(tiny_model: Any, runner_of: Make,
         runner = runner_of(kv)
         plain = await runner.generate(PROMPT, max_new_tokens=6)
         came, go = asyncio.Event(), asyncio.Event()
-        runner._kv = Stopping(kv, came, go)
+        stopping: Any = Stopping(kv, came, go)
+        runner._kv = stopping
         task = asyncio.create_task(runner.generate(PROMPT, max_new_tokens=6))
         async with asyncio.timeout(SECONDS):
             await came.wait()
