@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from tiercache.errors import TierCacheError
+from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import runners
 from tiercache.service.address import socket_path
 from tiercache.service.cli_client import Socket, give_up
@@ -27,6 +28,7 @@ Tokens = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")]
 Seed = Annotated[int, typer.Option(min=0, help="What the tokens are drawn with.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads that compute.")]
+Prefetch = Annotated[str, typer.Option(help="How long to wait for SSD: wait, best-effort, or seconds.")]
 System = Annotated[str | None, typer.Option(help="What the model is told first.")]
 
 _ENDS = ("/quit", "/exit")
@@ -42,13 +44,14 @@ def generate(
     seed: Seed = 0,
     threads: Threads = 1,
     system: System = None,
+    prefetch: Prefetch = "wait",
 ) -> None:
     """Answer one prompt with the daemon's cache, and show where the KV of the prompt was found.
 
     The answer goes to stdout, all else to stderr. Without a daemon everything is computed.
     """
     asked = sys.stdin.read() if prompt == "-" else prompt
-    with _talker(socket, model, tokens, temperature, seed, threads, system) as talker:
+    with _talker(socket, model, tokens, temperature, seed, threads, system, prefetch) as talker:
         talker.answer(asked)
 
 
@@ -60,9 +63,10 @@ def chat(
     seed: Seed = 0,
     threads: Threads = 1,
     system: System = None,
+    prefetch: Prefetch = "wait",
 ) -> None:
     """Talk with a model on the daemon's cache; each answer shows where its prefix was found. Ends with Ctrl-D or /quit."""
-    with _talker(socket, model, tokens, temperature, seed, threads, system) as talker:
+    with _talker(socket, model, tokens, temperature, seed, threads, system, prefetch) as talker:
         while True:
             try:
                 asked = input("> " if sys.stdin.isatty() else "").strip()
@@ -113,17 +117,24 @@ class _Talker:
 
 @contextmanager
 def _talker(
-    socket: str | None, model: str | None, tokens: int, temperature: float, seed: int, threads: int, system: str | None
+    socket: str | None,
+    model: str | None,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    threads: int,
+    system: str | None,
+    prefetch: str,
 ) -> Iterator[_Talker]:
     """Load the model, connect, and give a conversation; what can't be is one line and status 2."""
     out = _errors()
     try:
-        path = socket_path(socket)
+        path, policy = socket_path(socket), PrefetchPolicy.of(prefetch)
         with out.status("loading the model") as status:
             loaded = runners.load_model(model, threads=threads, progress=_progress(status.update))
         if getattr(loaded.tokenizer, "chat_template", None) is None:
             give_up(f"{loaded.namespace.model} has no chat template")
-        client = connect(f"unix://{path}")
+        client = connect(f"unix://{path}", prefetch=policy)
         portal = Portal("tiercache-cli", client.close)
         portal.start()
         try:

@@ -10,6 +10,7 @@ from typing import Any
 from tiercache.checks import seconds
 from tiercache.errors import InvalidConfig
 from tiercache.leases import Lease, Reservation, Session
+from tiercache.prefetch import PrefetchPolicy
 from tiercache.residency import Space
 from tiercache.service.stack import Stack
 from tiercache.spec import KVSpec
@@ -33,19 +34,6 @@ class Claim:
     verified: int = 0
     """Leading blocks that were checked in their slots."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def arrival(self, layer: int) -> None:
-        """Wait until every layer-wise promotion of these blocks has brought `layer`.
-
-        What has not been committed is read at its source all the same: the lease protects that slot, and the new one only the
-        transfer, which may yet give it back (a delete meanwhile). The bytes are the same.
-        """
-        seen = 0
-        while seen < len(self.promotion.flights):
-            flight = self.promotion.flights[seen]
-            seen += 1
-            if flight.layers:
-                await flight.layers[layer].wait()
 
 
 class Desk:
@@ -106,6 +94,23 @@ class Desk:
             self._claims[request] = claim
         self.stack.writes.matched(lease)
         return claim
+
+    async def settle(self, claim: Claim, policy: PrefetchPolicy) -> None:
+        """Wait, as long as the policy allows, until what can be in memory is there.
+
+        What is on its way is brought up all the same, also when the claim is shortened to what is there now.
+        """
+        try:
+            async with asyncio.timeout(policy.seconds):
+                await claim.promotion.readable.wait()
+        except TimeoutError:
+            pass
+        self.carry_on(claim)
+
+    def carry_on(self, claim: Claim) -> None:
+        """Have brought up, for whoever comes next, what the claim's readers are not going to wait for."""
+        if not claim.lease.released and self.stack.readable_blocks(claim.lease) < claim.lease.blocks:
+            self.stack.traffic.carry_on(claim.promotion)
 
     def leave(self, claim: Claim) -> bool:
         """End one use of a claim; return whether it was the last, and the lease has ended."""

@@ -31,7 +31,7 @@ class Hit(Protocol):
 
     @property
     def tokens(self) -> int:
-        """How many leading tokens the cache held at match: a multiple of the block size."""
+        """How many leading tokens the cache held at match, and after `ready` how many are readable; whole blocks."""
         ...
 
     @property
@@ -39,14 +39,18 @@ class Hit(Protocol):
         """Where these tokens were found."""
         ...
 
-    async def ready(self) -> int:
-        """Wait until what can be in memory is, and return how many leading tokens are readable. Never raises for bad blocks."""
+    async def ready(self, within: object = None) -> int:
+        """Wait until what can be in memory is, and return how many leading tokens are readable. Never raises for bad blocks.
+
+        `within` is how long to wait: `wait`, `best-effort` or seconds; None: as the match said. The hit is shortened to what is
+        readable then, and the first answer holds.
+        """
         ...
 
-    async def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+    async def layer(self, layer: int, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer, each `[tokens, kv_heads, head_dim]` and the caller's own; one tensor if latent.
 
-        Waits for that layer only.
+        Waits for that layer only. `out` is `[parts, tokens, kv_heads, head_dim]`, for at least the readable tokens.
         """
         ...
 
@@ -109,8 +113,8 @@ class Room(Protocol):
 class KV(Protocol):
     """The KV of one namespace. `tokens` is a sequence or integer array of token ids."""
 
-    def match(self, tokens: Any, *, request: Hashable | None = None) -> Hit:
-        """Return the hit of the longest cached prefix, to be entered with `async with`."""
+    def match(self, tokens: Any, *, request: Hashable | None = None, prefetch: object = None) -> Hit:
+        """Return the hit of the longest cached prefix, to be entered with `async with`; `prefetch` is how long it waits."""
         ...
 
     def reserve(self, tokens: Any, *, after: Any = None, tier: Tier | None = None) -> Room:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 from tiercache.checks import hashable, integer
 from tiercache.errors import LeaseReleased
 from tiercache.leases import Lease
+from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors
 from tiercache.service.desk import Claim, Desk
-from tiercache.spec import KVSpec
 from tiercache.storage.reader import Place
 from tiercache.types import Tier
 
@@ -26,13 +26,15 @@ class Hit:
     After its end every method raises LeaseReleased.
     """
 
-    def __init__(self, desk: Desk, key: bytes, request: Any) -> None:
+    def __init__(self, desk: Desk, key: bytes, request: Any, policy: PrefetchPolicy) -> None:
         hashable(request, "request")
         self._desk = desk
         self._key = key
         self._request = request
+        self._policy = policy
         self._claim: Claim | None = None
         self._tokens = 0
+        self._settled = False
         self._ended = False
 
     # --- lifetime ---------------------------------------------------------------------------------------------------------
@@ -77,7 +79,7 @@ class Hit:
 
     @property
     def tokens(self) -> int:
-        """How many leading tokens the lease covers; what was promised, not yet what is readable."""
+        """How many leading tokens the lease covers: what was promised, and after `ready` what is readable."""
         self._live()
         return self._tokens
 
@@ -94,22 +96,34 @@ class Hit:
     def take(self, tokens: int) -> int:
         """Keep the first `tokens` tokens, rounded down to whole blocks; return how many that are. Raises InvalidInput."""
         claim = self._live()
+        self._keep(claim, integer(tokens, 0, sys.maxsize, "tokens") // self._desk.spec.block_size)
+        return self._tokens
+
+    def _keep(self, claim: Claim, blocks: int) -> None:
         size = self._desk.spec.block_size
-        blocks = min(integer(tokens, 0, sys.maxsize, "tokens"), self._tokens) // size
+        blocks = min(blocks, self._tokens // size)
         if claim.users == 1:
             self._desk.stack.cache.shorten(claim.lease, blocks)
         self._tokens = blocks * size
-        return self._tokens
 
     # --- reading ----------------------------------------------------------------------------------------------------------
 
-    async def ready(self) -> int:
+    async def ready(self, within: object = None) -> int:
         """Wait until what can be in memory is there; return how many leading tokens are readable.
 
-        Fewer than `tokens` when a block could not be read, failed its check, or found no room in time.
+        `within` is how long to wait: `wait`, `best-effort` or seconds; None: as the match said. Fewer than `tokens` when a block
+        was not there by then, could not be read, failed its check, or found no room. The hit is shortened to them: what is on
+        its way goes on, but is another hit's. What the first call has said holds for all later ones. Raises InvalidInput for a
+        `within` that can't be.
         """
         claim = self._live()
-        await claim.promotion.readable.wait()
+        policy = self._policy if within is None else PrefetchPolicy.of(within, "within")
+        if not self._settled:
+            await self._desk.settle(claim, policy)
+            claim = self._live()
+        if not self._settled:
+            self._settled = True
+            self._keep(claim, self._desk.stack.readable_blocks(claim.lease))
         return len(self._places()) * self._desk.spec.block_size
 
     async def gather(self, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -131,32 +145,27 @@ class Hit:
             self._tokens = min(self._tokens, good * spec.block_size)
         return out[:, :, : good * spec.block_size]
 
-    async def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+    async def layer(self, layer: int, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer, each `[tokens, kv_heads, head_dim]`, in tensors of the caller's own; latent: one.
 
-        Waits until that layer of all blocks is where it is read, not for later layers. Blocks are checked once a hit.
-        Raises InvalidInput for a layer that the model does not have.
+        Waits as `ready` does, and for no way further up: a block is read wherever it lies. Blocks are checked once a hit. `out`,
+        if given, is `[parts, tokens, kv_heads, head_dim]`, with room for at least the readable tokens and those of each part
+        contiguous; what is returned is its leading part. Raises InvalidInput for a layer that the model does not have, and
+        InvalidTensor.
         """
         spec, claim = self._desk.spec, self._live()
         self._require_layer(layer)
-        await claim.promotion.readable.wait()
-        await claim.arrival(layer)
+        await self.ready()
         places = await self._checked(claim)
-        tokens = len(places) * spec.block_size
-        one = KVSpec(
-            layers=1,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            dtype=spec.dtype,
-            block_size=spec.block_size,
-            latent=spec.latent,
-        )
-        out = tensors.empty(one, tokens)
+        one = tensors.one_layer(spec)
+        whole = tensors.layer_out(out, one, len(places) * spec.block_size)
+        stack = self._desk.stack
         if places:
-            await self._desk.stack.reader.layer(places, layer, tensors.planes_for_writing(out, one))
+            copy = stack.reader.layer(places, layer, tensors.planes_for_writing(whole, one))
+            await (copy if out is None else stack.finishing.outlast(copy))
         # Nothing verifies this copy: what was released or given up while the thread ran may hold another block's bytes.
         self._live()
-        return tuple(out[0, :, : self._tokens])
+        return tuple(whole[0, :, : self._tokens])
 
     def view(self, block: int, layer: int) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer of block number `block` in place, each `[block_size, kv_heads, head_dim]`.

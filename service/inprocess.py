@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tiercache.config import Config
 from tiercache.errors import Closed, InvalidSpec, NoShare, SpecMismatch, TierTooSmall, UnsupportedSpec
 from tiercache.leases import Session
+from tiercache.prefetch import PrefetchPolicy
 from tiercache.residency import Space
 from tiercache.service.desk import Desk
 from tiercache.service.finishing import Finishing
@@ -161,7 +162,8 @@ class TierCache:
         """
         stack, place = await self.locate(space, spec, shard=shard)
         desk = Desk(stack, place, spec, self._sessions[spec.geometry], require_open=self.require_open)
-        kv = LocalKV(desk, limit=self.config.max_tokens, require_open=self.require_open)
+        policy = PrefetchPolicy.of(self.config.prefetch)
+        kv = LocalKV(desk, limit=self.config.max_tokens, policy=policy, require_open=self.require_open)
         self._kvs.append(kv)
         return kv
 

@@ -9,6 +9,7 @@ from tiercache.checks import integer
 from tiercache.errors import InvalidStart
 from tiercache.keys import pack_tokens
 from tiercache.leases import Reservation
+from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors
 from tiercache.service.desk import PENDING_SECONDS, Desk
 from tiercache.service.face import Stored
@@ -22,8 +23,9 @@ from tiercache.types import Tier
 class LocalKV:
     """The KV of one namespace; made by `TierCache.open`. Token ids are checked first: a wrong one changes nothing."""
 
-    def __init__(self, desk: Desk, *, limit: int, require_open: Callable[[], object]) -> None:
+    def __init__(self, desk: Desk, *, limit: int, policy: PrefetchPolicy, require_open: Callable[[], object]) -> None:
         self._desk = desk
+        self._policy = policy
         self._limit = limit
         self._require_open = require_open
 
@@ -34,13 +36,15 @@ class LocalKV:
 
     # --- reading ------------------------------------------------------------------------------------------------------------
 
-    def match(self, tokens: Any, *, request: Any = None) -> Hit:
+    def match(self, tokens: Any, *, request: Any = None, prefetch: object = None) -> Hit:
         """Return the hit of the longest cached prefix of `tokens`; `async with` takes its lease and releases it.
 
         With a `request` name, a second match under the same name, while the first is held, shares its lease and is not counted
-        again. A runner that needs the last token's logits matches `tokens[:-1]`. Raises InvalidTokens.
+        again. A runner that needs the last token's logits matches `tokens[:-1]`. `prefetch` is how long the hit waits for what
+        lies on SSD: `wait`, `best-effort` or seconds; None: as the configuration says. Raises InvalidTokens, InvalidInput.
         """
-        return Hit(self._desk, self._key(tokens), request)
+        policy = self._policy if prefetch is None else PrefetchPolicy.of(prefetch)
+        return Hit(self._desk, self._key(tokens), request, policy)
 
     async def prefetch(self, tokens: Any) -> int:
         """Bring the cached prefix up as far as there is room; return how many leading tokens are in memory then."""

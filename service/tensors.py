@@ -5,6 +5,7 @@ torch is the client's: it is loaded with the first tensor that is asked for, not
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,28 @@ def require_out(out: Any, spec: KVSpec, tokens: int) -> torch.Tensor:
     if tensor.ndim == 5 and tensor.shape[2] > tokens:
         tensor = tensor[:, :, :tokens]
     return _checked(tensor, spec, tokens, "out")
+
+
+def one_layer(spec: KVSpec) -> KVSpec:
+    """Return the layout of one layer of a KV."""
+    return dataclasses.replace(spec, layers=1)
+
+
+def layer_out(out: Any, one: KVSpec, tokens: int) -> torch.Tensor:
+    """Return where one layer of `tokens` tokens goes, `[1, parts, tokens, kv_heads, head_dim]`: into `out`, or a new tensor.
+
+    `out` has no first dimension. Raises InvalidTensor, as `require_out` does.
+    """
+    if out is None:
+        return empty(one, tokens)
+    shape = getattr(out, "shape", ())
+    if len(shape) != 4:
+        raise InvalidTensor(
+            f"out has shape {tuple(shape)}; expected {one.shape(tokens)[1:]}: parts, tokens, kv_heads, head_dim",
+            found=tuple(shape),
+            expected=one.shape(tokens)[1:],
+        )
+    return require_out(out[None], one, tokens)
 
 
 def _as_torch(tensor: Any, name: str) -> torch.Tensor:

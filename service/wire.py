@@ -31,7 +31,8 @@ MOST_DESCRIPTORS = 64
 """How many descriptors a `Handed` brings at most."""
 
 
-class _Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Request(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    # Not `kw_only`: such fields come last in the array, where a field that is added would move them.
     id: int
 
 
@@ -79,9 +80,14 @@ class Match(_Request, frozen=True, tag="match"):
 
 
 class Ready(_Request, frozen=True, tag="ready"):
-    """Waits until what can be in memory is there; the reply, `Places`, says where."""
+    """Waits until what can be in memory is there, at most `within` seconds; the reply, `Places`, says where.
+
+    0 asks for what is readable now, None waits without a limit of its own. What is not readable by then is brought up all the
+    same. A client that does not want to wait for it says Take.
+    """
 
     lease: int
+    within: float | None = None
 
 
 class InPlace(_Request, frozen=True, tag="in-place"):
@@ -228,7 +234,7 @@ def memory_name(memory: int, *, writable: bool) -> str:
     return f"memory {memory} writable" if writable else f"memory {memory}"
 
 
-class _Reply(msgspec.Struct, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Reply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     id: int
 
 
@@ -273,7 +279,7 @@ class Opened(_Reply, frozen=True, tag="opened"):
 
 
 class Leased(_Reply, frozen=True, tag="leased"):
-    """What was found: blocks by tier. With `places` all of it is readable already."""
+    """What was found: blocks by tier. With `places` all of it is readable already; `lifting` says that `Arrived` follows."""
 
     lease: int
     blocks: int
@@ -325,10 +331,10 @@ class Failed(_Reply, frozen=True, tag="failed"):
 
 
 class Arrived(msgspec.Struct, array_like=True, frozen=True, tag="arrived"):
-    """Notice: layer `layer` of all of a lease's blocks is where it is read.
+    """Notice: layer `layer` of all of a lease's blocks can be read at their places.
 
-    It comes once for every layer of a lease whose `Leased` said `lifting`, also when the promotion has ended early: what it did
-    not bring up is read where it lies.
+    It comes once for every layer of a lease whose `Leased` said `lifting`, also when the promotion has ended early. Places that
+    were asked for `within` a time, and are fewer than the lease's blocks, need none: they can be read in every layer.
     """
 
     lease: int

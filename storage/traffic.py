@@ -29,12 +29,20 @@ _FRUITLESS = 16
 class Promotion:
     """The way of a lease's blocks up. `readable` is set when all that will be in memory is there, `done` when it is over."""
 
-    __slots__ = ("done", "flights", "readable")
+    __slots__ = ("done", "flights", "own", "readable", "reader")
 
-    def __init__(self) -> None:
+    def __init__(self, reader: Lease) -> None:
+        self.reader = reader
+        self.own: Lease | None = None
+        """What it holds the blocks with that its reader no longer waits for (`Traffic.carry_on`)."""
         self.readable = asyncio.Event()
         self.done = asyncio.Event()
         self.flights: list[Flight] = []
+
+    @property
+    def lease(self) -> Lease:
+        """What is brought up; its end stops what has not begun."""
+        return self.own or self.reader
 
 
 class Traffic:
@@ -166,14 +174,26 @@ class Traffic:
 
     def promote(self, lease: Lease) -> Promotion:
         """Begin to bring a lease's blocks up, as far as there is room. The lease's end stops what has not begun."""
-        promotion = Promotion()
+        promotion = Promotion(lease)
         if self._closed or all(position == 0 for position in self._cache.tiers_of(lease)):
-            promotion.readable.set()
-            promotion.done.set()
+            self._over(promotion)
         else:
-            self._spawn(self._lift_all(lease, promotion), "promote")
+            self._spawn(self._lift_all(promotion), "promote")
             self._spawn(self._watch(promotion), "watch")
         return promotion
+
+    def carry_on(self, promotion: Promotion) -> None:
+        """Let a promotion go on to its end whatever becomes of the reader's lease, for whoever comes next."""
+        reader = promotion.reader
+        if promotion.own is None and not promotion.done.is_set() and not reader.ended():
+            promotion.own = self._cache.share(reader, reader.session)
+
+    def _over(self, promotion: Promotion) -> None:
+        promotion.readable.set()
+        promotion.done.set()
+        if promotion.own is not None:
+            self._cache.release(promotion.own)
+            self._mover.start(self._cache.moves.take_waste())  # what left the tree meanwhile had waited for that lease
 
     async def _watch(self, promotion: Promotion) -> None:
         """Let readers have what is there when nothing more has come for a while: a disk that hangs is not waited for."""
@@ -181,8 +201,7 @@ class Traffic:
         while not promotion.readable.is_set():
             steps = len(promotion.flights) + sum(flight.steps for flight in promotion.flights)
             if steps == seen:
-                promotion.readable.set()
-                promotion.done.set()
+                self._over(promotion)
                 return
             seen = steps
             try:
@@ -191,49 +210,50 @@ class Traffic:
             except TimeoutError:
                 continue
 
-    async def _lift_all(self, lease: Lease, promotion: Promotion) -> None:
+    async def _lift_all(self, promotion: Promotion) -> None:
         lowest = len(self._cache.tiers) - 1
         memory = lowest - 1 if self._cache.residency.durable[lowest] else lowest
         try:
             if memory < 0:
                 return
             # The upper part goes up while the lower part is read from disk; then the lower part follows.
-            ahead = asyncio.gather(*(self._lift(lease, promotion, to, to + 1) for to in range(memory)))
+            ahead = asyncio.gather(*(self._lift(promotion, to, to + 1) for to in range(memory)))
             # Cancelled below before anybody waited for it, it would be reported as an error that nobody looked at.
             ahead.add_done_callback(lambda done: done.cancelled() or done.exception())
             try:
                 if memory < lowest:
-                    await self._lift(lease, promotion, memory, lowest)
+                    await self._lift(promotion, memory, lowest)
                 promotion.readable.set()
                 await ahead
             finally:
                 ahead.cancel()
             for to in reversed(range(memory)):
-                await self._lift(lease, promotion, to, to + 1)
+                await self._lift(promotion, to, to + 1)
             if memory < lowest:
                 for to in range(memory):  # what the tier between had no room for
-                    await self._lift(lease, promotion, to, lowest)
+                    await self._lift(promotion, to, lowest)
         finally:
-            promotion.readable.set()
-            promotion.done.set()
+            self._over(promotion)
 
-    async def _lift(self, lease: Lease, promotion: Promotion, to: int, source: int) -> None:
+    async def _lift(self, promotion: Promotion, to: int, source: int) -> None:
         """Bring the part of the path that lies in the tier at `source` up to the tier at `to`."""
         cache, moves = self._cache, self._cache.moves
-        while not lease.ended():
-            for flight in self._bringing(lease, to):  # somebody else's promotion of the same blocks
+        while not promotion.lease.ended():  # after each wait it may be another one: `carry_on`
+            for flight in self._bringing(promotion.lease, to):  # somebody else's promotion of the same blocks
                 promotion.flights.append(flight)
                 await flight.wait()
+            lease = promotion.lease
             if lease.ended():
                 return
             nodes = moves.slower(lease.node, to)
             if not nodes or nodes[0].tag != source:
                 return
-            allowed = cache.allowance(lease.session, to) if lease.charged else cache.residency.slots[to].capacity
+            allowed = cache.allowance(lease.session, to) if promotion.reader.charged else cache.residency.slots[to].capacity
             want = min(allowed, sum(len(node.blocks) for node in nodes if node.tag == source))
             if want == 0:
                 return
             await self._room(to, want, self._clock.now() + self._promote)
+            lease = promotion.lease
             if lease.ended():
                 return
             transfer = moves.plan_promote(lease.node, to, most=allowed, layerwise=not cache.residency.durable[source])
@@ -242,7 +262,7 @@ class Traffic:
             [flight] = self._mover.start([transfer])
             promotion.flights.append(flight)
             report = await flight.wait()
-            cache.charge(lease)
+            cache.charge(promotion.reader)
             self.drain()
             if report is None or report.arrived < transfer.count:
                 return

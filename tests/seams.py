@@ -87,6 +87,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._holds: dict[str, ThreadHold] = {}
+        self._when: dict[str, Callable[..., bool]] = {}
         self._active = 0
         self._changed = threading.Condition()
 
@@ -100,13 +101,18 @@ class Threads:
         hold = self._holds[name] = ThreadHold(times)
         return hold
 
+    def hold_when(self, name: str, when: Callable[..., bool]) -> ThreadHold:
+        """Hold the calls of functions with that name whose arguments `when` says True to."""
+        self._when[name] = when
+        return self.hold(name)
+
     def run(self, call: Callable[..., T], args: tuple[Any, ...]) -> T:
         """Call in the calling thread, after a wait where a hold has the name of what is called."""
         with self._changed:
             self._active += 1
         try:
             hold = self._holds.get(call.__name__)
-            if hold is not None:
+            if hold is not None and (call.__name__ not in self._when or self._when[call.__name__](*args)):
                 hold.stand()
             return call(*args)
         finally:
@@ -124,6 +130,7 @@ class Threads:
         for hold in self._holds.values():
             hold.release()
         self._holds.clear()
+        self._when.clear()
 
 
 class HeldWorkers:

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from tiercache.errors import InvalidConfig
+from tiercache.errors import InvalidConfig, InvalidInput
+from tiercache.prefetch import PrefetchPolicy
 from tiercache.sizes import parse_size
 from tiercache.types import Tier
 
@@ -83,6 +84,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How long a writer waits for what its blocks follow and for room, together; then nothing waits for a disk."""
     promote_ms: int = 2000
     """How long a promotion waits for room."""
+    prefetch: str | float = "wait"
+    """How long a hit in this process waits for what lies on SSD: `wait`, `best-effort`, or seconds. Clients say it themselves."""
     watermark_low: float = 0.02
     """Below this fraction of free slots a tier is drained in the background …"""
     watermark_high: float = 0.05
@@ -224,6 +227,7 @@ def _check(config: Config) -> None:
             field="write_policy",
             value=config.write_policy,
         )
+    _check_prefetch(config)
     _check_daemon(config)
     total = 0.0
     for share in config.shares:
@@ -234,6 +238,13 @@ def _check(config: Config) -> None:
         raise InvalidConfig(f"shares: the fractions add up to {total:g}; the limit is 1", field="shares", value=total)
     if len({share.block_bytes for share in config.shares}) != len(config.shares):
         raise InvalidConfig("shares: block_bytes is listed twice", field="shares")
+
+
+def _check_prefetch(config: Config) -> None:
+    try:
+        PrefetchPolicy.of(config.prefetch)
+    except InvalidInput as error:
+        raise InvalidConfig(str(error), field="prefetch", value=config.prefetch) from error
 
 
 def _check_daemon(config: Config) -> None:

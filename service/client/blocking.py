@@ -34,9 +34,15 @@ class BlockingClient:
     """
 
     def __init__(
-        self, address: str | None = None, *, deadline: float = 5.0, join: bytes | None = None, back_off: BackOff | None = None
+        self,
+        address: str | None = None,
+        *,
+        deadline: float = 5.0,
+        join: bytes | None = None,
+        back_off: BackOff | None = None,
+        prefetch: object = "wait",
     ) -> None:
-        self._client = connect(address, deadline=deadline, join=join, back_off=back_off)
+        self._client = connect(address, deadline=deadline, join=join, back_off=back_off, prefetch=prefetch)
         self._portal: Portal | None = None
         self._closed = False
 
@@ -120,9 +126,9 @@ class BlockingKV:
         """The layout of the KV."""
         return self._kv.spec
 
-    def match(self, tokens: Any, *, request: Any = None) -> BlockingHit:
+    def match(self, tokens: Any, *, request: Any = None, prefetch: object = None) -> BlockingHit:
         """Return the hit of the longest cached prefix of `tokens`, to be entered with `with`."""
-        return BlockingHit(self._client, self._kv.match(tokens, request=request))
+        return BlockingHit(self._client, self._kv.match(tokens, request=request, prefetch=prefetch))
 
     def reserve(self, tokens: Any, *, after: BlockingHit | None = None, tier: Tier | None = None) -> BlockingRoom:
         """Return room for the blocks of `tokens` that are not cached, to be entered with `with`."""
@@ -195,17 +201,17 @@ class BlockingHit:
 
         return self._client.run(take())
 
-    def ready(self) -> int:
-        """Wait until what can be in memory is there; return how many leading tokens are readable."""
-        return self._client.run(self.hit.ready())
+    def ready(self, within: object = None) -> int:
+        """Wait until what can be in memory is there, as long as `within` allows; return how many leading tokens are readable."""
+        return self._client.run(self.hit.ready(within))
 
     def gather(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the readable KV in one copy."""
         return self._client.run(self.hit.gather(out))
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+    def layer(self, layer: int, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer in tensors of the caller's own."""
-        return self._client.run(self.hit.layer(layer))
+        return self._client.run(self.hit.layer(layer, out))
 
     def view(self, block: int, layer: int) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer of one block in place."""

@@ -22,6 +22,7 @@ from tiercache.errors import (
     TierTooSmall,
     UnsupportedSpec,
 )
+from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import wire
 from tiercache.service.address import socket_path
 from tiercache.service.client.connection import Connection
@@ -51,15 +52,22 @@ class BackOff:
 
 
 def connect(
-    address: str | None = None, *, deadline: float = 5.0, join: bytes | None = None, back_off: BackOff | None = None
+    address: str | None = None,
+    *,
+    deadline: float = 5.0,
+    join: bytes | None = None,
+    back_off: BackOff | None = None,
+    prefetch: object = "wait",
 ) -> Client:
     """Return a client of the daemon at `address`, such as `unix:///run/user/1000/tiercache.sock`; enter it with `async with`.
 
     Without an address it is where a daemon without one listens. `deadline` is how many seconds a call may take. `join` is the
-    `token` of another process's client, whose leases and reservations this one may use. Raises InvalidInput for an address or a
-    deadline that can't be.
+    `token` of another process's client, whose leases and reservations this one may use. `prefetch` is how long a hit waits for
+    what lies on SSD, unless it says it itself: `wait`, `best-effort`, or seconds. Raises InvalidInput for an address, a deadline or
+    a `prefetch` that can't be.
     """
-    return Client(_path(address), deadline=deadline, join=join, back_off=back_off or BackOff())
+    policy = PrefetchPolicy.of(prefetch)
+    return Client(_path(address), deadline=deadline, join=join, back_off=back_off or BackOff(), policy=policy)
 
 
 def _path(address: str | None) -> str:
@@ -76,13 +84,14 @@ class Client:
     as if there were no cache. A session that ends is replaced in the background; until then every call is a miss.
     """
 
-    def __init__(self, path: str, *, deadline: float, join: bytes | None, back_off: BackOff) -> None:
+    def __init__(self, path: str, *, deadline: float, join: bytes | None, back_off: BackOff, policy: PrefetchPolicy) -> None:
         if not 0 < deadline < float("inf"):
             raise InvalidInput(f"deadline must be a number of seconds above 0, not {deadline!r}", value=deadline)
         self._path = path
         self._deadline = deadline
         self._join = join
         self._back_off = back_off
+        self._policy = policy
         self._counts = Counts()
         self._house: House | None = None
         self._connection: Connection | None = None
@@ -229,6 +238,11 @@ class Client:
     def limit(self) -> int:
         """The longest prompt, in tokens."""
         return self._limit
+
+    @property
+    def policy(self) -> PrefetchPolicy:
+        """How long hits wait, unless they say it themselves."""
+        return self._policy
 
     @property
     def reconnected(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from tiercache.errors import Closed, LeaseLost
+from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import wire
 from tiercache.service.client import copies
 from tiercache.service.client.connection import Connection
@@ -66,6 +67,11 @@ class Sessions(Protocol):
         ...
 
     @property
+    def policy(self) -> PrefetchPolicy:
+        """How long hits wait, unless they say it themselves."""
+        ...
+
+    @property
     def reconnected(self) -> bool:
         """Whether this is not the client's first session any more."""
         ...
@@ -114,14 +120,19 @@ class Claim:
         self.gone: str | None = None
         """Why the lease ended without our doing."""
         self.lock = asyncio.Lock()
+        """Of who checks blocks."""
         self.grip: Grip | None = Grip()
-        self._packed: bytes | None = b"" if leased is None else None
+        self._waiting = asyncio.Lock()
+        self._complete = leased is None
+        """Whether the daemon has said all that it will."""
+        self._packed = b""
         self._places: Sequence[wire.Place] | None = None
         self._layers: list[asyncio.Event] = []
         self._end: _End | None = None
         if leased is not None and handle is not None:
             if leased.places is not None:
                 self._keep(leased.places)
+                self._complete = True
             if leased.lifting:
                 self._layers = [asyncio.Event() for _ in range(spec.layers)]
             self._end = _End(handle.connection, leased.lease, house.pid)
@@ -152,21 +163,29 @@ class Claim:
     def places(self) -> Sequence[wire.Place]:
         """Where the blocks lie that are known to be readable."""
         if self._places is None:  # not before somebody reads: a long prompt has thousands
-            self._places = wire.unpack_places(self._packed or b"")
+            self._places = wire.unpack_places(self._packed)
         return self._places
 
     @property
     def readable(self) -> int:
         """How many these are."""
-        return len(self._packed or b"") // wire.PLACE_BYTES
+        return len(self._packed) // wire.PLACE_BYTES
 
-    async def settled(self) -> None:
-        """Wait until what can be in memory is there. Nothing is when the daemon does not say."""
-        async with self.lock:
-            if self._packed is None and self.handle is not None and self.gone is None:
-                answer = await self.handle.connection.call(wire.Places, wire.Ready, lease=self.lease)
-                if not isinstance(answer, Miss):
-                    self._keep(answer.places)
+    async def settled(self, policy: PrefetchPolicy) -> None:
+        """Wait, as long as the policy allows, until what can be in memory is there. Nothing is when the daemon does not say."""
+        if policy.seconds is not None:
+            await self._ask(policy.seconds)  # not behind those who wait longer
+            return
+        async with self._waiting:
+            await self._ask(None)
+
+    async def _ask(self, within: float | None) -> None:
+        if self._complete or self.handle is None or self.gone is not None:
+            return
+        answer = await self.handle.connection.call(wire.Places, wire.Ready, patience=within or 0.0, lease=self.lease, within=within)
+        if not isinstance(answer, Miss) and not self._complete:
+            self._keep(answer.places)
+            self._complete = within is None or self.readable == self.blocks
 
     async def arrival(self, layer: int) -> None:
         """Wait until a layer has arrived. Raises LeaseLost when the lease is gone: layers of one hit have the same tokens.
@@ -186,7 +205,7 @@ class Claim:
     def cut(self, good: int, reason: str) -> None:
         """Take only the first `good` blocks for readable, because the next one is not, and tell the daemon of a bad one."""
         self.house.counts.missed(reason, f"block {good} of a hit")
-        self._packed, self._places = (self._packed or b"")[: good * wire.PLACE_BYTES], None
+        self._packed, self._places = self._packed[: good * wire.PLACE_BYTES], None
         self.verified = min(self.verified, good)
         if reason == copies.ROTTEN and self.handle is not None:
             self.handle.connection.post(wire.Distrust, lease=self.lease, block=good)

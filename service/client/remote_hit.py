@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tiercache.checks import integer
 from tiercache.errors import LeaseLost, LeaseReleased, StaleHandle
 from tiercache.kernels.host import Bytes
+from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors, wire
 from tiercache.service.client import copies
 from tiercache.service.client.handle import Claim, House
@@ -32,13 +33,16 @@ class RemoteHit:
     and `view` raise StaleHandle; what they gave before stays good.
     """
 
-    def __init__(self, house: House, spec: KVSpec, claim: Callable[[], Awaitable[Claim]]) -> None:
+    def __init__(self, house: House, spec: KVSpec, policy: PrefetchPolicy, claim: Callable[[], Awaitable[Claim]]) -> None:
         self._house = house
         self._spec = spec
+        self._policy = policy
         self._make = claim
         self._claim: Claim | None = None
         self._entered = False
         self._blocks = 0
+        self._settled = False
+        self._gave_up = False
         self._ended = False
 
     # --- lifetime ---------------------------------------------------------------------------------------------------------
@@ -87,7 +91,7 @@ class RemoteHit:
 
     @property
     def tokens(self) -> int:
-        """How many leading tokens the lease covers; what was promised, not yet what is readable."""
+        """How many leading tokens the lease covers: what was promised, and after `ready` what is readable."""
         self._live()
         return self._blocks * self._spec.block_size
 
@@ -119,22 +123,33 @@ class RemoteHit:
     def take(self, tokens: int) -> int:
         """Keep the first `tokens` tokens, rounded down to whole blocks; return how many that are. Raises InvalidInput."""
         claim = self._live()
-        size = self._spec.block_size
-        self._blocks = min(integer(tokens, 0, sys.maxsize, "tokens") // size, self._blocks)
+        self._keep(claim, integer(tokens, 0, sys.maxsize, "tokens") // self._spec.block_size)
+        return self._blocks * self._spec.block_size
+
+    def _keep(self, claim: Claim, blocks: int) -> None:
+        self._blocks = min(blocks, self._blocks)
         if claim.sharing.users == 1:
             claim.shorten(self._blocks)
-        return self._blocks * size
 
     # --- reading ----------------------------------------------------------------------------------------------------------
 
-    async def ready(self) -> int:
+    async def ready(self, within: object = None) -> int:
         """Wait until what can be in memory is there; return how many leading tokens are readable.
 
-        Fewer than `tokens` when a block could not be read, failed its check, or found no room in time; 0 when the daemon is gone
-        or does not say.
+        `within` is how long the daemon may wait: `wait`, `best-effort` or seconds; None: as the match said. Fewer than `tokens`
+        when a block was not there by then, could not be read, failed its check, or found no room; 0 when the daemon is gone or
+        does not say. The hit is shortened to them: what is on its way goes on, but is another hit's. What the first call has said
+        holds for all later ones. Raises InvalidInput for a `within` that can't be.
         """
         claim = self._live()
-        await claim.settled()
+        policy = self._policy if within is None else PrefetchPolicy.of(within, "within")
+        if not self._settled:
+            await claim.settled(policy)
+            claim = self._live()
+        if not self._settled:
+            self._settled = True
+            self._gave_up = policy.seconds is not None and claim.readable < self._blocks
+            self._keep(claim, claim.readable)
         return min(claim.readable, self._blocks) * self._spec.block_size if claim.gone is None else 0
 
     async def gather(self, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -160,38 +175,33 @@ class RemoteHit:
                 self._cut(claim, good, reason)
         return out[:, :, : good * spec.block_size]
 
-    async def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+    async def layer(self, layer: int, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer, each `[tokens, kv_heads, head_dim]`, in tensors of the caller's own; latent: one.
 
-        Waits until that layer of all blocks is where it is read, not for later layers. Blocks are checked once a hit. Raises
-        InvalidInput for a layer that the model does not have, StaleHandle when the daemon is gone, LeaseLost when a slot was
-        given to another block meanwhile.
+        Waits as `ready` does, and then until that layer of all blocks can be read, not for later layers. Blocks are checked once a
+        hit. `out`, if given, is `[parts, tokens, kv_heads, head_dim]`, with room for at least the readable tokens and those of each
+        part contiguous; what is returned is its leading part. Raises InvalidInput for a layer that the model does not have,
+        InvalidTensor, StaleHandle when the daemon is gone, LeaseLost when a slot was given to another block meanwhile.
         """
         spec = self._spec
         self._held()
         self._require_layer(layer)
         places = await self._checked()
         claim = self._held()
-        await claim.arrival(layer)
-        claim = self._held()
-        one = KVSpec(
-            layers=1,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            dtype=spec.dtype,
-            block_size=spec.block_size,
-            latent=spec.latent,
-        )
-        out = tensors.empty(one, len(places) * spec.block_size)
+        if not self._gave_up:
+            await claim.arrival(layer)
+            claim = self._held()
+        one = tensors.one_layer(spec)
+        whole = tensors.layer_out(out, one, len(places) * spec.block_size)
         if places:
-            into = tensors.planes_for_writing(out, one)
-            there = await self._house.workers.run(Lane.COPY, copies.layer, claim.arenas, places, layer * spec.parts, into)
-            if not there:
+            into = tensors.planes_for_writing(whole, one)
+            copy = self._house.workers.run(Lane.COPY, copies.layer, claim.arenas, places, layer * spec.parts, into)
+            if not await (copy if out is None else self._house.finishing.outlast(copy)):
                 raise self._lost(claim)
             self._house.counts.read += into.nbytes
         # Nothing verifies this copy: what was released or given up while the thread ran may hold another block's bytes.
         self._live()
-        return tuple(out[0, :, : self._blocks * spec.block_size])
+        return tuple(whole[0, :, : self._blocks * spec.block_size])
 
     def view(self, block: int, layer: int) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer of block number `block` in place, each `[block_size, kv_heads, head_dim]`.

@@ -10,6 +10,7 @@ from tiercache.checks import hashable, integer, seconds
 from tiercache.errors import InvalidConfig, InvalidStart, TierCacheError
 from tiercache.kernels.host import Bytes
 from tiercache.keys import pack_tokens
+from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors, wire
 from tiercache.service.client import copies
 from tiercache.service.client.counts import Miss
@@ -58,12 +59,14 @@ class RemoteKV:
 
     # --- reading ------------------------------------------------------------------------------------------------------------
 
-    def match(self, tokens: Any, *, request: Any = None) -> RemoteHit:
+    def match(self, tokens: Any, *, request: Any = None, prefetch: object = None) -> RemoteHit:
         """Return the hit of the longest cached prefix of `tokens`; `async with` takes its lease and releases it.
 
         With a `request` name, a second match under the same name, while the first is held, shares its lease and is not counted
-        again. A runner that needs the last token's logits matches `tokens[:-1]`. Raises InvalidTokens.
+        again. A runner that needs the last token's logits matches `tokens[:-1]`. `prefetch` is how long the hit waits for what
+        lies on SSD: `wait`, `best-effort` or seconds; None: as `connect` said. Raises InvalidTokens, InvalidInput.
         """
+        policy = self._sessions.policy if prefetch is None else PrefetchPolicy.of(prefetch)
         key = self._key(tokens)
         hashable(request, "request")
 
@@ -71,7 +74,7 @@ class RemoteKV:
             self._sessions.require_open()
             return await (self._match(key, Sharing()) if request is None else self._match_named(key, request))
 
-        return RemoteHit(self._house, self._spec, make)
+        return RemoteHit(self._house, self._spec, policy, make)
 
     async def prefetch(self, tokens: Any) -> int:
         """Bring the cached prefix up as far as there is room; return how many leading tokens are in memory then."""
@@ -166,7 +169,7 @@ class RemoteKV:
             self._sessions.require_open()
             return await self._take_part(number)
 
-        return RemoteHit(self._house, self._spec, make)
+        return RemoteHit(self._house, self._spec, self._sessions.policy, make)
 
     def shared_room(self, number: int) -> RemoteRoom:
         """Return the room of the client that this one joined, by its `number` there, to be written in place.

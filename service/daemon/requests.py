@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tiercache.checks import seconds
 from tiercache.errors import AuditFailed, InvalidInput, InvalidSpec, InvalidStart, LimitReached, UnknownHandle
+from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import wire
 from tiercache.service.daemon.claims import Held, lost
 from tiercache.service.daemon.house import House
@@ -55,14 +57,14 @@ def match(session: Session, frame: wire.Match, desk: Desk, key: bytes) -> wire.R
     """Take a lease."""
     session.holdings.require_lease()
     claim = desk.match(key, frame.request)
-    lifting = not claim.promotion.done.is_set()
+    readable = desk.stack.readable_blocks(claim.lease) == claim.lease.blocks
+    lifting = not readable and not claim.promotion.readable.is_set()
     if claim.users > 1:
         held = session.holdings.holder(claim)
     else:
         held = session.holdings.hold(session.house.number(), desk, claim)
         if lifting:
             session.announce(held)
-    readable = desk.stack.readable_blocks(claim.lease) == claim.lease.blocks
     return wire.Leased(
         id=frame.id,
         lease=held.number,
@@ -76,13 +78,15 @@ def match(session: Session, frame: wire.Match, desk: Desk, key: bytes) -> wire.R
 def ready(session: Session, frame: wire.Ready) -> Answer:
     """Say where blocks lie, when they are there."""
     held = session.holdings.lease(frame.lease)
+    within = None if frame.within is None else seconds(frame.within, "within")
     if held.claim.promotion.readable.is_set():
+        held.desk.carry_on(held.claim)
         return wire.Places(id=frame.id, places=held.places())
-    return _when_ready(frame, held)
+    return _when_ready(frame, held, PrefetchPolicy(within))
 
 
-async def _when_ready(frame: wire.Ready, held: Held) -> wire.Reply:
-    await held.claim.promotion.readable.wait()
+async def _when_ready(frame: wire.Ready, held: Held, policy: PrefetchPolicy) -> wire.Reply:
+    await held.desk.settle(held.claim, policy)
     if held.lost:
         raise lost("lease", frame.lease)
     if held.ended:

@@ -197,12 +197,11 @@ class Session:
         self.tell(wire.Lost(number, f"the {what} was not renewed within {self._limits.lease_seconds:g} s"))
 
     def announce(self, held: Held) -> None:
-        """Tell of each layer of a lease's blocks when it has arrived."""
+        """Tell of each layer of a lease's blocks when it can be read. On a host that is when its block can be."""
 
         async def announce() -> None:
             await held.claim.promotion.readable.wait()
             for layer in range(held.desk.spec.layers):
-                await held.claim.arrival(layer)
                 if held.ended:
                     return
                 self.tell(wire.Arrived(held.number, layer))

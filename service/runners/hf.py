@@ -12,10 +12,12 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 
-from tiercache.errors import Closed, InvalidInput, InvalidTokens
+from tiercache.errors import Closed, InvalidInput, InvalidTokens, LeaseLost
 from tiercache.keys import pack_tokens, unpack_tokens
+from tiercache.prefetch import PrefetchPolicy
 from tiercache.service.face import Stored
 from tiercache.service.runners.generation import Generation, Stream
+from tiercache.service.runners.layers import Arriving
 from tiercache.service.runners.prefix import KV, Prefix
 from tiercache.service.runners.room import Room, cache_argument
 from tiercache.service.runners.sampling import Pick, picker
@@ -24,6 +26,8 @@ from tiercache.spec import KVSpec
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 _LONGEST = 1 << 26  # as in Config.max_tokens
+_COPY_SECONDS = 1.0
+"""How long the end of a pass waits for copies into its room; a room that is still being written is dropped."""
 
 
 class _Request(NamedTuple):
@@ -48,16 +52,19 @@ class Runner:
 
     `kv` was opened with `spec_of(model, block_size)`. An error of the cache never ends a generation: it is a miss, counted
     in `faults`. Forward passes run one after the other in a thread of the runner's own, requests may run concurrently, and the
-    event loop stays free. A runner is an async context manager; leaving it ends the thread.
+    event loop stays free. A pass begins with the first layer of a hit, while the layers after it are being copied. `prefetch` is
+    how long a request waits for what lies on SSD: `wait`, `best-effort` or seconds; None: as the cache was opened. A runner is an
+    async context manager; leaving it ends the thread.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, kv: KV | None, *, block_size: int = 16) -> None:
+    def __init__(self, model: Any, tokenizer: Any, kv: KV | None, *, block_size: int = 16, prefetch: object = None) -> None:
         self.spec = spec_of(model, block_size)
         self.faults: Counter[str] = Counter()
-        """How often the cache failed, by call and error, such as `gather: LeaseLost`."""
+        """How often the cache failed, by call and error, such as `layer: LeaseLost`."""
         self._model = model
         self._tokenizer = tokenizer
         self._kv = kv
+        self._policy = None if prefetch is None else PrefetchPolicy.of(prefetch)
         self._cache_argument = cache_argument(model)
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._spare: Room | None = None
@@ -134,7 +141,7 @@ class Runner:
         request = self._request(prompt_tokens, max_new_tokens, stop_tokens)
         picks = [picker(temperature, seed) for seed in seeds]
         rows: list[list[int]] = [[] for _ in seeds]
-        async with Prefix(self._kv, request.prompt[:-1], self.faults) as prefix:
+        async with self._prefix(request) as prefix:
             run = await self._prefill(request, prefix, picks, rows)
             room = await self._work(run.room.repeat, len(rows), len(request.prompt) + request.limit)
             self._spare = run.room
@@ -147,7 +154,7 @@ class Runner:
     async def _tokens(self, request: _Request, pick: Pick, stream: Stream) -> AsyncGenerator[int, None]:
         new: list[int] = []
         picks, rows = [pick], [new]
-        async with Prefix(self._kv, request.prompt[:-1], self.faults) as prefix:
+        async with self._prefix(request) as prefix:
             run = await self._prefill(request, prefix, picks, rows)
             try:
                 yield new[-1]
@@ -165,18 +172,50 @@ class Runner:
         started = time.perf_counter()
         await prefix.match()
         room = self._take_room(len(request.prompt) + request.limit)
-        if await prefix.load(room.kv(0, prefix.promised)):
-            room.resize(prefix.loaded)
-        else:
-            room = Room(self.spec, room.capacity, device=self._model.device)
 
-        def compute() -> torch.Tensor:
+        def compute(room: Room) -> torch.Tensor:
             logits = self._forward([request.prompt[prefix.loaded :]], room)
             _choose(picks, logits.expand(len(rows), -1), rows, range(len(rows)))
             return logits
 
-        logits = await self._work(compute)
+        logits = None
+        if await prefix.load(room.kv(0, prefix.promised)):
+            room.resize(prefix.loaded)
+            logits = await self._as_layers_come(prefix, room, compute) if prefix.loaded else await self._work(compute, room)
+        if logits is None:  # into the old room something may still be copied
+            prefix.forget()
+            room = Room(self.spec, room.capacity, device=self._model.device)
+            logits = await self._work(compute, room)
         return _Prefilled(request, prefix, room, logits, started, time.perf_counter() - started)
+
+    async def _as_layers_come(self, prefix: Prefix, room: Room, compute: Callable[[Room], torch.Tensor]) -> torch.Tensor | None:
+        """Compute behind a prefix whose first layer is in the room, while the others come; None when one of them did not."""
+        arriving = Arriving(self.spec.layers)
+        arriving.arrived(0)
+        room.expect(arriving)
+        following = asyncio.get_running_loop().create_task(
+            prefix.follow(room.kv(0, prefix.promised), arriving), name="tiercache-layers"
+        )
+        logits = None
+        try:
+            logits = await self._work(compute, room)
+        except LeaseLost:
+            if not arriving.is_over:
+                raise
+        finally:
+            # Cancelled, too: the model's thread waits no more, and this room is not used again.
+            arriving.give_up()
+            following.cancel()
+            await asyncio.wait([following], timeout=_COPY_SECONDS)
+        if arriving.late:
+            self.faults["layer: TimeoutError"] += 1
+        if following.done() and not following.cancelled():
+            following.result()  # a wrong use of the cache is not hidden
+        room.expect(None)
+        return logits
+
+    def _prefix(self, request: _Request) -> Prefix:
+        return Prefix(self._kv, request.prompt[:-1], self.faults, policy=self._policy)
 
     async def _insert(self, run: _Prefilled, room: Room, new: list[int], row: int = 0) -> Stored | None:
         known = run.request.prompt + new[:-1]  # the last token was never an input: it has no KV yet

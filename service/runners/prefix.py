@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import traceback
@@ -12,11 +13,16 @@ from typing import Protocol, Self
 
 import torch
 
-from tiercache.errors import InvalidInput, InvalidStart
+from tiercache.errors import InvalidInput, InvalidStart, LeaseLost
+from tiercache.prefetch import PrefetchPolicy
 from tiercache.service.face import Stored
+from tiercache.service.runners.layers import Arriving
 from tiercache.types import Tier
 
 log = logging.getLogger(__name__)
+
+_AT_ONCE = 2
+"""Copies under way: while one is being asked for, the other is being made."""
 
 
 class Hit(Protocol):
@@ -30,13 +36,13 @@ class Hit(Protocol):
     def tiers(self) -> Mapping[Tier, int]:
         """Tokens that were promised, by tier."""
 
-    async def ready(self) -> int:
+    async def ready(self, within: object = None) -> int:
         """Return how many leading tokens are readable."""
 
-    async def gather(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the KV of the readable tokens, of fewer where a block turned out bad: the leading part of `out`.
+    async def layer(self, layer: int, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Return K and V of one layer of the readable tokens, of fewer where a block turned out bad: the leading part of `out`.
 
-        `out` has room for what was promised; only its `[tokens, kv_heads, head_dim]` of each layer and part is contiguous.
+        `out` has room for what was promised; only its `[tokens, kv_heads, head_dim]` of each part is contiguous.
         """
 
 
@@ -57,16 +63,17 @@ class Prefix:
     `faults` under the call and the error's name and logged, and the request computes what the cache did not give.
     """
 
-    def __init__(self, kv: KV | None, tokens: Sequence[int], faults: Counter[str]) -> None:
+    def __init__(self, kv: KV | None, tokens: Sequence[int], faults: Counter[str], *, policy: PrefetchPolicy | None = None) -> None:
         self.promised = 0
         """Tokens that the match found."""
         self.loaded = 0
-        """Tokens that were gathered."""
+        """Tokens whose KV comes from the cache."""
         self.tiers: dict[Tier, int] = {}
         """Where they came from."""
         self._kv = kv
         self._tokens = tokens
         self._faults = faults
+        self._policy = policy
         self._hit: Hit | None = None
         self._lease = contextlib.AsyncExitStack()
 
@@ -86,24 +93,54 @@ class Prefix:
                 self.promised = self._hit.tokens
 
     async def load(self, out: torch.Tensor) -> bool:
-        """Gather what is readable into `out`, which has room for all that was promised; `loaded` and `tiers` tell how much.
+        """Copy the first layer of what is readable into `out`; `loaded` and `tiers` tell how much that is.
 
-        Returns False when the gather failed. `out` must not be used then: nobody says that a copy into it has ended.
+        `out` is `[layers, parts, tokens, kv_heads, head_dim]`, with room for all that was promised. The other layers come with
+        `follow`. Returns False when the copy failed. `out` must not be used then: nobody says that a copy into it has ended.
         """
         if self._hit is None or not self.promised:
             return True
         readable = 0
         with _Counted(self._faults, "ready"):
-            readable = await self._hit.ready()
+            readable = await self._hit.ready(self._policy)
         if not readable:
             return True
-        with _Counted(self._faults, "gather"):
-            found = await self._hit.gather(out=out)
-            if found.data_ptr() != out.data_ptr():
-                out[:, :, : found.shape[2]].copy_(found)
-            self._count_loaded(self._hit, found.shape[2])
+        with _Counted(self._faults, "layer"):
+            # How many tokens are sound is known with the first layer, and the pass begins behind them.
+            self._count_loaded(self._hit, await _copied(self._hit, 0, out))
             return True
         return False
+
+    async def follow(self, out: torch.Tensor, arriving: Arriving) -> None:
+        """Copy the layers after the first into `out`, and tell `arriving` of each; it is given up when one of them fails.
+
+        A caller that is cancelled leaves when no copy into `out` is under way.
+        """
+        hit, rest = self._hit, iter(range(1, len(out)))
+        assert hit is not None, "a hit was loaded"
+
+        async def bring() -> None:
+            try:
+                for layer in rest:
+                    if arriving.is_over:
+                        return
+                    if await _copied(hit, layer, out) < self.loaded:
+                        raise LeaseLost(f"layer {layer} has fewer tokens than those before it", layer=layer)
+                    arriving.arrived(layer)
+            except BaseException:
+                arriving.give_up()
+                raise
+
+        with _Counted(self._faults, "layer"):
+            found = await asyncio.gather(*(bring() for _ in range(_AT_ONCE)), return_exceptions=True)
+            for error in found:
+                if error is not None:
+                    raise error
+
+    def forget(self) -> None:
+        """Take nothing for loaded: the pass that used it was given up."""
+        self.loaded = 0
+        self.tiers.clear()
 
     async def insert(self, tokens: Sequence[int], kv: torch.Tensor) -> Stored | None:
         """Insert the KV of all `tokens`, of which those loaded are in the cache; None when the cache failed or there is none."""
@@ -125,6 +162,16 @@ class Prefix:
             if used := min(tokens, count):
                 self.tiers[tier] = used
             count -= used
+
+
+async def _copied(hit: Hit, layer: int, out: torch.Tensor) -> int:
+    """Copy one layer to its place in `out`; return of how many tokens."""
+    parts = await hit.layer(layer, out=out[layer])
+    count = len(parts[0])
+    for part, into in zip(parts, out[layer], strict=True):
+        if part.data_ptr() != into.data_ptr():
+            into[:count].copy_(part)
+    return count
 
 
 class _Counted:

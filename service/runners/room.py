@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from tiercache.service.runners.layers import Arriving
 from tiercache.spec import KVSpec
 
 
@@ -31,7 +32,7 @@ class Room:
         self.spec = spec
         self.capacity = capacity
         self.memory = torch.empty((batch, layers, parts, capacity, heads, width), dtype=getattr(torch, spec.dtype), device=device)
-        self.cache: Any = Cache(layers=[RoomLayer(self.memory[:, layer]) for layer in range(layers)])
+        self.cache: Any = Cache(layers=[RoomLayer(self.memory[:, layer], layer) for layer in range(layers)])
 
     @property
     def length(self) -> int:
@@ -46,9 +47,14 @@ class Room:
         return self.memory[row, :, :, start:stop]
 
     def resize(self, length: int) -> None:
-        """Make the first `length` tokens the valid ones: after a hit was gathered, or to use the memory anew with 0."""
+        """Make the first `length` tokens the valid ones: those of a hit, or to use the memory anew with 0."""
         for layer in self.cache.layers:
             layer.length = length
+
+    def expect(self, arriving: Arriving | None) -> None:
+        """Have each layer wait, in the model's thread, until its valid tokens have arrived; None: they all have."""
+        for layer in self.cache.layers:
+            layer.arriving = arriving
 
     def repeat(self, batch: int, capacity: int) -> Room:
         """Return a new room in which each of `batch` sequences begins with this one's tokens."""
@@ -65,9 +71,11 @@ class RoomLayer(CacheLayerMixin):
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, number: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.number = number
         self.length = 0
+        self.arriving: Arriving | None = None
         planes = memory.transpose(-3, -2)  # [batch, 2, kv_heads, capacity, head_dim]
         self.keys, self.values = planes[:, 0], planes[:, 1]
         self.is_initialized = True
@@ -76,7 +84,9 @@ class RoomLayer(CacheLayerMixin):
         """Do nothing: the room was there first."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the K and V of new tokens; return those of all tokens."""
+        """Append the K and V of new tokens; return those of all tokens, as soon as they are there."""
+        if self.arriving is not None:
+            self.arriving.wait(self.number)
         start = self.length
         stop = start + key_states.shape[-2]
         self.keys[:, :, start:stop] = key_states

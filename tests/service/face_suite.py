@@ -2,6 +2,8 @@
 
 What is kept, and whose it is, is in `face_suite_keeping`.
 
+What a reader waits for is in `face_suite_prefetch`.
+
 A test module inherits the classes and gives the fixture `open_cache`: a function from a configuration to an async context
 manager with an `Opened`. Opening the same directory again is a restart.
 """
@@ -11,15 +13,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
 import torch
 
 from tests.service.caches import SIZE, SPACE, SPEC, is_exact, kv_bytes, prompt, read, small, store, tensor_of
-from tiercache.config import Config
-from tiercache.errors import InvalidInput, InvalidStart, LeaseReleased
+from tiercache.errors import InvalidInput, InvalidStart, InvalidTensor, LeaseReleased
 from tiercache.service.face import KV
 from tiercache.spec import KVSpec, Namespace
 from tiercache.types import Tier
@@ -45,7 +46,8 @@ class Opened(Protocol):
         ...
 
 
-OpenCache = Callable[[Config], AbstractAsyncContextManager[Opened]]
+OpenCache = Callable[..., AbstractAsyncContextManager[Opened]]
+"""Called with a Config, and with a Rig where something is to be held; what is held is let go before the end."""
 
 
 class ReadingSuite:
@@ -95,6 +97,27 @@ class ReadingSuite:
                 k.zero_()
                 v.zero_()
             assert await read(kv, tokens) == 3 * SIZE
+
+    async def test_a_layer_comes_to_where_the_caller_wants_it(self, open_cache: OpenCache, seed: int) -> None:
+        """Layers fill the leading part of one larger tensor, and leave the rest; another shape or type is refused by name."""
+        tokens = prompt(seed, 3)
+        out = torch.full(SPEC.shape(5 * SIZE), 7.5, dtype=torch.float16)
+        async with open_cache(small(ssd=None)) as cache:
+            kv = await cache.open(SPACE, SPEC)
+            await store(kv, tokens)
+
+            async with kv.match(tokens) as hit:
+                for layer in range(SPEC.layers):
+                    k, v = await hit.layer(layer, out=out[layer])
+                    assert (k.data_ptr(), v.data_ptr()) == (out[layer, 0].data_ptr(), out[layer, 1].data_ptr())
+                    assert k.shape == v.shape == (3 * SIZE, SPEC.kv_heads, SPEC.head_dim)
+                wrongs: list[Any] = [out, out[0, :, :SIZE], out[0].to(torch.float32), out[0].transpose(1, 3), [1]]
+                for wrong in wrongs:
+                    with pytest.raises(InvalidTensor, match="out"):
+                        await hit.layer(0, out=wrong)
+
+            assert is_exact(out[:, :, : 3 * SIZE], tokens)
+            assert bool((out[:, :, 3 * SIZE :] == 7.5).all())
 
     async def test_a_view_is_in_place(self, open_cache: OpenCache, seed: int) -> None:
         """Every layer of every block can be read where it lies, also of a prompt that spilled into the next tier."""

@@ -81,18 +81,19 @@ async def test_a_cancelled_insert_stores_nothing_of_what_its_tensor_becomes(seed
         assert await read(kv, tokens) == 4 * SIZE
 
 
-async def test_a_cancelled_gather_writes_nothing_afterwards(seed: int) -> None:
+@pytest.mark.parametrize("name", ["_gather", "_layer"])
+async def test_a_cancelled_gather_writes_nothing_afterwards(seed: int, name: str) -> None:
     """`out` is the caller's again with the cancellation: no thread writes into it any more."""
     rig = Rig()
     tokens = prompt(seed, 4)
     out = torch.zeros(SPEC.shape(4 * SIZE), dtype=torch.float16)
     async with opened_kv(small(ssd=None), rig) as (cache, kv):
         await store(kv, tokens)
-        hold = rig.threads.hold("_gather")
+        hold = rig.threads.hold(name)
 
         async def gather() -> None:
             async with kv.match(tokens) as hit:
-                await hit.gather(out=out)
+                await (hit.gather(out=out) if name == "_gather" else hit.layer(1, out=out[1]))
 
         await cancelled(gather(), hold)
         out.fill_(7.5)

@@ -16,10 +16,11 @@ from typer.testing import CliRunner, Result
 from tests.service.caches import LARGE, SPACE, prompt, small, tensor_of
 from tests.service.client.daemons import Process, own_process
 from tiercache.config import Config
-from tiercache.service import cli_client, runners
+from tiercache.prefetch import PrefetchPolicy
+from tiercache.service import cli_client, cli_model, runners
 from tiercache.service.cli_text import share, span, tree_view
 from tiercache.service.client.blocking import BlockingClient
-from tiercache.service.client.client import BackOff
+from tiercache.service.client.client import BackOff, Client, connect
 from tiercache.service.commands import app
 from tiercache.service.runners.model import Loaded
 from tiercache.spec import Namespace
@@ -227,6 +228,26 @@ def test_without_a_daemon_a_model_answers_all_the_same(nowhere: str) -> None:
     assert done.exit_code == 0
     assert done.stderr.count("No daemon at") == 1
     assert done.stderr.count("HBM 0, DRAM 0, SSD 0, computed") == 2
+
+
+@pytest.mark.usefixtures("tiny")
+def test_how_long_to_wait_is_said_once(nowhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--prefetch` is the policy that the client is made with; one that can't be is one line, before the model is loaded."""
+    asked: list[object] = []
+
+    def listen(address: str, *, prefetch: object) -> Client:
+        asked.append(prefetch)
+        return connect(address)
+
+    monkeypatch.setattr(cli_model, "connect", listen)
+
+    for words in ([], ["--prefetch", "best-effort"], ["--prefetch", "0.2"]):
+        assert tiercache("generate", "one", "--tokens", "1", "--socket", nowhere, *words).exit_code == 0
+    monkeypatch.setattr(runners, "load_model", None)
+    refused = tiercache("generate", "one", "--socket", nowhere, "--prefetch", "soon")
+
+    assert asked == [PrefetchPolicy(None), PrefetchPolicy(0.0), PrefetchPolicy(0.2)]
+    assert refused.exit_code == 2 and "prefetch must be 'wait', 'best-effort' or a number" in refused.stderr
 
 
 @pytest.mark.usefixtures("tiny")

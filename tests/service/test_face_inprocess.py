@@ -7,8 +7,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.seams import Rig
+from tests.service.caches import opened
 from tests.service.face_suite import OpenCache, Opened, ReadingSuite, WritingSuite
 from tests.service.face_suite_keeping import IdentitySuite, KeepingSuite
+from tests.service.face_suite_prefetch import PrefetchSuite
 from tiercache.config import Config
 from tiercache.service.face import KV
 from tiercache.service.inprocess import TierCache
@@ -33,8 +36,8 @@ class _InProcess:
 
 
 @asynccontextmanager
-async def _open(config: Config) -> AsyncIterator[Opened]:
-    async with TierCache(config) as cache:
+async def _open(config: Config, rig: Rig | None = None) -> AsyncIterator[Opened]:
+    async with opened(config, rig) as cache:
         yield _InProcess(cache)
 
 
@@ -57,4 +60,8 @@ class TestKeeping(KeepingSuite):
 
 
 class TestIdentity(IdentitySuite):
+    pass
+
+
+class TestPrefetch(PrefetchSuite):
     pass

@@ -17,18 +17,23 @@ from typing import Any
 import msgspec
 from aiohttp import web_app
 
+from tests.seams import Rig
 from tiercache.config import Config
 from tiercache.service.daemon.daemon import Daemon
 
 
 @asynccontextmanager
-async def running(config: Config) -> AsyncIterator[tuple[Daemon, str]]:
-    """Run a daemon on this loop; gives it and its address."""
+async def running(config: Config, rig: Rig | None = None) -> AsyncIterator[tuple[Daemon, str]]:
+    """Run a daemon on this loop, with what `rig` holds; gives it and its address."""
     with tempfile.TemporaryDirectory(prefix="tc") as place:
         path = Path(place) / "s"
         try:
-            async with Daemon(config, path) as daemon:
-                yield daemon, f"unix://{path}"
+            async with Daemon(config, path, seams=None if rig is None else rig.seams()) as daemon:
+                try:
+                    yield daemon, f"unix://{path}"
+                finally:
+                    if rig is not None:
+                        rig.release()
         finally:
             # A cache of aiohttp's keeps the handlers of the last applications, and with them daemons and their memory.
             web_app._cached_build_middleware.cache_clear()

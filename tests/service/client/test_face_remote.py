@@ -10,9 +10,11 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
+from tests.seams import Rig
 from tests.service.client.daemons import running
 from tests.service.face_suite import OpenCache, Opened, ReadingSuite, WritingSuite
 from tests.service.face_suite_keeping import IdentitySuite, KeepingSuite
+from tests.service.face_suite_prefetch import PrefetchSuite
 from tiercache.config import Config
 from tiercache.service.client.blocking import BlockingClient, BlockingHit, BlockingKV, BlockingRoom
 from tiercache.service.client.client import Client, connect
@@ -44,8 +46,8 @@ class _Remote:
 
 
 @asynccontextmanager
-async def _open_async(config: Config) -> AsyncIterator[Opened]:
-    async with running(config) as (daemon, address), connect(address, deadline=DEADLINE) as client:
+async def _open_async(config: Config, rig: Rig | None = None) -> AsyncIterator[Opened]:
+    async with running(config, rig) as (daemon, address), connect(address, deadline=DEADLINE) as client:
         yield _Remote(daemon, client)
 
 
@@ -71,14 +73,14 @@ class _Hit:
     async def __aexit__(self, *why: Any) -> None:
         await self._thread(self.hit.__exit__, *why)
 
-    async def ready(self) -> int:
-        return await self._thread(self.hit.ready)
+    async def ready(self, within: object = None) -> int:
+        return await self._thread(self.hit.ready, within)
 
     async def gather(self, out: Any = None) -> Any:
         return await self._thread(self.hit.gather, out)
 
-    async def layer(self, layer: int) -> Any:
-        return await self._thread(self.hit.layer, layer)
+    async def layer(self, layer: int, out: Any = None) -> Any:
+        return await self._thread(self.hit.layer, layer, out)
 
     async def release(self) -> None:
         await self._thread(self.hit.release)
@@ -107,8 +109,8 @@ class _KV:
         self._thread, self._kv = thread, kv
         self.spec = kv.spec
 
-    def match(self, tokens: Any, *, request: Any = None) -> _Hit:
-        return _Hit(self._thread, self._kv.match(tokens, request=request))
+    def match(self, tokens: Any, *, request: Any = None, prefetch: object = None) -> _Hit:
+        return _Hit(self._thread, self._kv.match(tokens, request=request, prefetch=prefetch))
 
     def reserve(self, tokens: Any, *, after: _Hit | None = None, tier: Any = None) -> _Room:
         return _Room(self._thread, self._kv.reserve(tokens, after=None if after is None else after.hit, tier=tier))
@@ -141,9 +143,9 @@ class _Blocking:
 
 
 @asynccontextmanager
-async def _open_blocking(config: Config) -> AsyncIterator[Opened]:
+async def _open_blocking(config: Config, rig: Rig | None = None) -> AsyncIterator[Opened]:
     thread = _Thread()
-    async with running(config) as (daemon, address):
+    async with running(config, rig) as (daemon, address):
         client = BlockingClient(address, deadline=DEADLINE)
         await thread(client.__enter__)
         try:
@@ -155,7 +157,7 @@ async def _open_blocking(config: Config) -> AsyncIterator[Opened]:
 @pytest.fixture(params=[_open_async, _open_blocking], ids=["async", "blocking"])
 def open_cache(request: pytest.FixtureRequest) -> OpenCache:
     """Open a daemon and a client of it."""
-    opener: Callable[[Config], AbstractAsyncContextManager[Opened]] = request.param
+    opener: Callable[..., AbstractAsyncContextManager[Opened]] = request.param
     return opener
 
 
@@ -172,4 +174,8 @@ class TestKeeping(KeepingSuite):
 
 
 class TestIdentity(IdentitySuite):
+    pass
+
+
+class TestPrefetch(PrefetchSuite):
     pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -29,21 +30,27 @@ class FakeHit:
         fast = min(self.tokens, self._cache.fast_tokens)
         return {tier: count for tier, count in ((Tier.SSD, self.tokens - fast), (Tier.HBM, fast)) if count}
 
-    async def ready(self) -> int:
+    async def ready(self, within: object = None) -> int:
+        self._cache.patience.append(within)
         self._cache.called("ready")
         return min(self.tokens, self._cache.ready_tokens)
 
-    async def gather(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        count = min(self.tokens, self._cache.ready_tokens, self._cache.good_tokens)
-        blocks = self._blocks[: count // self._cache.block_size]
-        if "gather" in self._cache.failures and out is not None:
+    async def layer(self, layer: int, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        cache = self._cache
+        gate = cache.gates.get(layer)
+        if gate is not None:
+            await gate.wait()
+        count = min(self.tokens, cache.ready_tokens, cache.good_tokens, cache.good_in_layer.get(layer, 1 << 30))
+        blocks = self._blocks[: count // cache.block_size]
+        if {"layer", f"layer {layer}"} & cache.failures.keys() and out is not None:
             out.fill_(float("nan"))  # a copy that fails leaves anything behind
-        self._cache.called("gather")
-        if out is None or self._cache.own_tensors:
-            return torch.cat([self._blocks[0][:, :, :0], *blocks], dim=2)
+        cache.called("layer")
+        cache.called(f"layer {layer}")
+        if out is None or cache.own_tensors:
+            return tuple(torch.cat([self._blocks[0][layer, :, :0], *(block[layer] for block in blocks)], dim=1))
         for i, block in enumerate(blocks):
-            out[:, :, i * self._cache.block_size : (i + 1) * self._cache.block_size] = block
-        return out[:, :, :count]
+            out[:, i * cache.block_size : (i + 1) * cache.block_size] = block[layer]
+        return tuple(out[:, :count])
 
 
 class FakeKV:
@@ -56,6 +63,10 @@ class FakeKV:
         self.calls: Counter[str] = Counter()
         self.inserts: list[tuple[int, Stored]] = []
         self.leases = 0
+        self.gates: dict[int, asyncio.Event] = {}
+        """What a layer's copy waits for."""
+        self.good_in_layer: dict[int, int] = {}
+        self.patience: list[object] = []
         self.ready_tokens = self.good_tokens = self.fast_tokens = 1 << 30
         self.own_tensors = False
 

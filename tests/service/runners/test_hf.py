@@ -93,7 +93,7 @@ async def test_tiers_tell_where_the_used_tokens_came_from(kv: FakeKV, runner_of:
 @pytest.mark.parametrize(("ready", "good", "used"), [(0, 99, 0), (8, 99, 8), (20, 12, 12), (20, 0, 0)])
 @pytest.mark.parametrize("own", [False, True])
 async def test_fewer_tokens_than_promised(kv: FakeKV, runner_of: Make, ready: int, good: int, used: int, own: bool) -> None:
-    """Blocks that are not readable, or turn out bad while they are gathered, are computed; whosever tensor they come in."""
+    """Blocks that are not readable, or turn out bad while they are copied, are computed; whosever tensor they come in."""
     runner = runner_of(kv)
     first = await runner.generate(PROMPT, max_new_tokens=6)
     kv.ready_tokens, kv.good_tokens, kv.own_tensors = ready, good, own
@@ -105,7 +105,7 @@ async def test_fewer_tokens_than_promised(kv: FakeKV, runner_of: Make, ready: in
     assert kv.inserts[-1][0] == used
 
 
-@pytest.mark.parametrize("call", ["match", "ready", "gather", "release", "insert"])
+@pytest.mark.parametrize("call", ["match", "ready", "layer", "release", "insert"])
 @pytest.mark.parametrize("error", [LeaseLost, StaleHandle, Refused, Closed])
 async def test_failing_cache_is_a_miss(kv: FakeKV, runner_of: Make, call: str, error: type[Refused]) -> None:
     """A cache that fails at any call is counted, and the text is the same."""
