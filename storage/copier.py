@@ -9,7 +9,7 @@ from tiercache.errors import StoreError, Untrusted
 from tiercache.kernels.host import copy_layer
 from tiercache.keys import Digest, block_keys, sha256
 from tiercache.storage.checksum import verify
-from tiercache.storage.contract import Put, Store
+from tiercache.storage.contract import Planes, Put, Store
 from tiercache.storage.workers import Lane, Workers
 from tiercache.transfer import Discard, Report, Transfer
 from tiercache.types import Identity
@@ -116,11 +116,38 @@ class StoreCopier:
             into = target.view(transfer.slots_to[block])
             assert into is not None
             try:
-                self._stores[transfer.sources[block]].fetch(transfer.slots_from[block], identities[block], into)
+                self._fetch(transfer, block, identities, into)
+            except Untrusted as error:
+                return Report(arrived=block - low, error=error, rotten=True)
             except StoreError as error:
-                # A read that failed may work the next time; only bytes that failed their check are given up.
-                return Report(arrived=block - low, error=error, rotten=isinstance(error, Untrusted))
+                # The block is given up where the store reads others: who was promised it computes it anew, and can store it
+                # anew. Where the store reads nothing, all of it would be given up for what may pass.
+                alone = block > low or self._reads_another(transfer, block, identities, into)
+                return Report(arrived=block - low, error=error, rotten=alone)
         return Report(arrived=high - low)
+
+    def _fetch(self, transfer: Transfer, block: int, identities: Sequence[Identity], into: Planes) -> None:
+        """Read a block; once more if the read fails without saying anything about the bytes."""
+        store, slot = self._stores[transfer.sources[block]], transfer.slots_from[block]
+        try:
+            store.fetch(slot, identities[block], into)
+        except Untrusted:
+            raise
+        except StoreError:
+            store.fetch(slot, identities[block], into)
+
+    def _reads_another(self, transfer: Transfer, block: int, identities: Sequence[Identity], into: Planes) -> bool:
+        """Return whether the store reads the block beside `block`, whose own destination is lost anyway; True if there is none."""
+        other = block + 1 if block + 1 < transfer.count else block - 1
+        if other < 0:
+            return True
+        try:
+            self._stores[transfer.sources[other]].fetch(transfer.slots_from[other], identities[other], into)
+        except Untrusted:
+            return True
+        except StoreError:
+            return False
+        return True
 
     def _put(self, transfer: Transfer) -> Report:
         keys = block_keys(transfer.namespace, transfer.parent_key, transfer.symbols, transfer.stride, self._digest)

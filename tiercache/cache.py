@@ -74,13 +74,16 @@ class Cache:
     def match(self, session: Session, space: Space, key: bytes, *, count: bool = True, charged: bool = True) -> Lease:
         """Find the longest cached prefix of `key` and take a lease on it, in one step.
 
-        Only as much is leased as the session's share of each tier allows. `count=False` keeps it out of the hit rates, for
+        Only as much is leased as the session's share of each tier allows, and to readers nothing that only a tier holds which can't
+        be read now. `count=False` keeps it out of the hit rates, for
         requests that are not a reader's; `charged=False` out of the session's share, for the steps of one call. A lease of
         zero blocks is as good as another.
         """
         node, part, total = space.tree.walk(key)
         if part < len(node.blocks):
             node = self.residency.split(node, part)
+        if count and self.moves.blind:
+            node, total = self._readable(node)
         if charged:
             node, total = self._clip(session, node, total)
         lease = self._lease(session, space, node, key, total, charged=charged)
@@ -376,6 +379,15 @@ class Cache:
             kept += fits
             last = step
         return node, total
+
+    def _readable(self, node: Node) -> tuple[Node, int]:
+        """Return the part of the path to `node` that tiers hold which can be read, and its length in blocks."""
+        last, kept = node.space.tree.root, 0
+        for step in path(node):
+            if step.tag in self.moves.blind:
+                break
+            last, kept = step, kept + len(step.blocks)
+        return last, kept
 
     def _is_alone(self, session: Session, position: int) -> bool:
         return not any(other.leased[position] for other in self.sessions if other is not session)
