@@ -55,8 +55,8 @@ async def test_a_kill_right_after_the_reply_brings_nothing_back(tmp_path: Path, 
 
 
 async def test_other_sessions_claims_come_to_nothing(seed: int) -> None:
-    """Another session's room commits nothing, its hit stays exact, and its next match finds nothing."""
-    tokens, more = prompt(seed, 3), prompt(seed + 1, 2)
+    """Another session's room commits nothing, its hit stays exact, and its next match finds nothing; its adapter's prompt stays."""
+    tokens, more, adapter = prompt(seed, 3), prompt(seed + 1, 2), replace(SPACE, adapter="a@1")
     async with (
         running(small(ssd=None)) as (_, address),
         connect(address, deadline=60.0) as client,
@@ -64,6 +64,8 @@ async def test_other_sessions_claims_come_to_nothing(seed: int) -> None:
     ):
         kv = await client.open(SPACE, SPEC)
         await store(kv, tokens)
+        neighbour = await client.open(adapter, SPEC)
+        await store(neighbour, tokens, space=adapter)
         async with kv.match(tokens) as hit, kv.reserve(more) as room:
             for number, block in enumerate(room.blocks):
                 block.copy_(tensor_of(more)[:, :, number * SIZE : (number + 1) * SIZE])
@@ -74,7 +76,8 @@ async def test_other_sessions_claims_come_to_nothing(seed: int) -> None:
         assert [extent.tokens for extent in gone] == [3 * SIZE]
         assert (committed, exact) == (0, True)
         assert [await read(kv, tokens), await read(kv, more)] == [0, 0]
-        assert await operator.check() == {"nodes": 0, "blocks": 0, "leases": 0}
+        assert await read(neighbour, tokens, space=adapter) == 3 * SIZE
+        assert await operator.check() == {"nodes": 1, "blocks": 3, "leases": 0}
 
 
 async def test_no_answer_is_no_success(short_path: Path, seed: int) -> None:
