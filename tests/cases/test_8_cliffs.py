@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any, SupportsIndex
 
@@ -186,31 +187,32 @@ def chain(depth: int) -> tuple[House, bytes]:
     return house, key
 
 
+def _ask(step: str, house: House, key: bytes) -> None:
+    """Make one request of a kind."""
+    cache, space = house.cache, house.space()
+    match step:
+        case "lookup":
+            space.tree.walk(key)
+        case "lookup of more":
+            space.tree.walk(key * 2)
+        case "lease":
+            cache.release(cache.match(house.session, space, key))
+        case "insert":
+            longer = key + b"new!"
+            lease = cache.match(house.session, space, longer)
+            room = cache.reserve(house.session, space, longer, after=lease, position=HBM)
+            cache.commit(room, 1, [0])
+            cache.close(room)
+            cache.release(lease)
+        case _:
+            cache.delete(space, key)
+
+
 @pytest.mark.parametrize("depths", [(1_000, 2_000), pytest.param((8_000, 16_000), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("step", ["lookup", "lookup of more", "insert", "lease", "delete"])
 def test_p2_twice_as_deep_takes_twice_the_steps(step: str, depths: tuple[int, int]) -> None:
     """Each request on a prompt of n and of 2n one-page nodes: growth of at most 2.5 in steps."""
-    counts = []
-    for depth in depths:
-        house, key = chain(depth)
-        cache, space = house.cache, house.space()
-
-        def insert(house: House = house, key: bytes = key) -> None:
-            longer = key + b"new!"
-            lease = house.cache.match(house.session, house.space(), longer)
-            room = house.cache.reserve(house.session, house.space(), longer, after=lease, position=HBM)
-            house.cache.commit(room, 1, [0])
-            house.cache.close(room)
-            house.cache.release(lease)
-
-        work: dict[str, Callable[[], object]] = {
-            "lookup": lambda space=space, key=key: space.tree.walk(key),
-            "lookup of more": lambda space=space, key=key: space.tree.walk(key * 2),
-            "insert": insert,
-            "lease": lambda house=house, space=space, key=key: house.cache.release(house.cache.match(house.session, space, key)),
-            "delete": lambda cache=cache, space=space, key=key: cache.delete(space, key),
-        }
-        counts.append(calls_of(work[step]))
+    counts = [calls_of(partial(_ask, step, *chain(depth))) for depth in depths]
 
     assert counts[0] >= depths[0], "the steps are seen"
     assert counts[1] <= 2.5 * counts[0]
@@ -226,7 +228,7 @@ def test_p2_one_long_node_takes_a_handful_of_steps() -> None:
         house.cache.commit(room, depth, [0] * depth)
         house.cache.close(room)
         assert house.space().tree.walk(key)[2] == depth
-        counts.append(calls_of(lambda house=house, key=key: house.space().tree.walk(key)))
+        counts.append(calls_of(partial(house.space().tree.walk, key)))
 
     assert counts[1] == counts[0] <= 20
 
