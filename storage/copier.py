@@ -123,7 +123,7 @@ class StoreCopier:
                 # The block is given up where the store reads others: who was promised it computes it anew, and can store it
                 # anew. Where the store reads nothing, all of it would be given up for what may pass.
                 alone = block > low or self._reads_another(transfer, block, identities, into)
-                return Report(arrived=block - low, error=error, rotten=alone)
+                return Report(arrived=block - low, error=error, rotten=alone, unread=not alone)
         return Report(arrived=high - low)
 
     def _fetch(self, transfer: Transfer, block: int, identities: Sequence[Identity], into: Planes) -> None:

@@ -150,7 +150,7 @@ class Mover:
                 return Report(arrived=arrived, error=piece)
             arrived += piece.arrived
             if piece.arrived < high - low:
-                return Report(arrived=arrived, error=piece.error, rotten=piece.rotten)
+                return Report(arrived=arrived, error=piece.error, rotten=piece.rotten, unread=piece.unread)
         return Report(arrived=arrived)
 
     async def _piece(self, flight: Flight, transfer: Transfer, low: int, high: int) -> Report:
@@ -176,9 +176,9 @@ class Mover:
 
     def _unread(self, transfer: Transfer, report: Report) -> None:
         """Promise nothing of a durable tier for a while from which nothing can be read."""
-        source = transfer.sources[report.arrived] if report.arrived < transfer.count else None
-        if source is None or report.rotten or not self._moves.residency.durable[source] or self._closing:
+        if not report.unread or self._closing:
             return
+        source = transfer.sources[report.arrived]
         log.warning("%s can't be read: %s", self._moves.residency.tiers[source], str(report.error))
         self._moves.blind.add(source)
         self._later(self._moves.blind, source)
