@@ -256,6 +256,7 @@ async def test_w5_a_record_is_exact_though_others_are_written_over_meanwhile(
     config = small(hbm=8, dram=64, ssd=1024 if spec is SPEC else 64, spec=spec, directory=tmp_path / "ssd", promote_ms=LONG)
     async with opened_kv(config, rig, spec=spec) as (cache, kv):
         await store(kv, tokens)
+        await kv.flush(tokens)  # first, so that those that are deleted lie beside it
         for number in range(1, 21):
             await store(kv, others[number])
             await kv.flush(others[number])
