@@ -61,7 +61,7 @@ async def test_t2_tokens_that_fill_no_page(tmp_path: Path, seed: int, count: int
         assert taken == (max(0, min(kept, (count - 7) // 16 * 16)), 0)
         assert after[Tier.HBM] == before[Tier.HBM] - kept // 16 and leases(cache) == 0
         assert await kv.flush(tokens) == kept
-        assert await kv.pin(tokens, ttl=60) == kept and await kv.pin(tokens, ttl=0) == kept * 0
+        assert await kv.pin(tokens, ttl=60) == kept and await kv.pin(tokens, ttl=0) == 0
         assert await kv.delete(tokens) == kept
         assert free(cache) == before
         await cache.check()
