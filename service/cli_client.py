@@ -21,7 +21,7 @@ from rich.live import Live
 
 from tiercache.errors import Refused, TierCacheError
 from tiercache.service.address import socket_path
-from tiercache.service.cli_text import Found, stats_view, top_view, tree_view
+from tiercache.service.cli_text import Found, clear_view, many, stats_view, top_view, tree_view
 
 R = TypeVar("R")
 Socket = Annotated[str | None, typer.Option("--socket", "-s", help="The path of the daemon's socket.")]
@@ -143,16 +143,36 @@ def check(socket: Socket = None, json: Json = False) -> None:
 
 def clear(
     socket: Socket = None,
-    namespace: Annotated[str | None, typer.Option(help="How the digest of the namespace begins; default: all.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="How the digest of the namespace begins; default: any.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name.")] = None,
+    weights: Annotated[str | None, typer.Option(help="The digest of the weights.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="The adapter, with its version.")] = None,
+    no_adapter: Annotated[bool, typer.Option("--no-adapter", help="What has no adapter.")] = False,
+    salt: Annotated[str | None, typer.Option(help="The tenant's salt; - reads it from standard input.")] = None,
+    no_salt: Annotated[bool, typer.Option("--no-salt", help="What belongs to no tenant.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
 ) -> None:
-    """Remove all blocks, or those of one namespace, from all tiers."""
+    """Remove all blocks, or those of some namespaces, from all tiers and for good.
+
+    A namespace is meant if all that is said of it is true, to the letter. Says what would go, and asks.
+    """
+    for value, without, name in ((adapter, no_adapter, "adapter"), (salt, no_salt, "salt")):
+        if value is not None and without:
+            raise typer.BadParameter("either one or none", param_hint=f"--{name} / --no-{name}")
+    if salt == "-":
+        salt = sys.stdin.readline().removesuffix("\n")
+    said = {"namespace": namespace, "model": model, "weights": weights, "adapter": adapter, "salt": salt}
+    body: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    body |= {name: None for name, without in (("adapter", no_adapter), ("salt", no_salt)) if without}
+    out = console()
     if not yes:
-        which = f"of the namespace {namespace}" if namespace else "of all namespaces"
-        typer.confirm(f"Remove all blocks {which} from all tiers?", abort=True)
-    body = {"namespace": namespace} if namespace else {}
+        found = with_daemon(socket, lambda asker: asker.ask("/v1/clear", body=body | {"preview": True}, patience=_LONG_PATIENCE))
+        out.print(clear_view(found["namespaces"]))
+        if not found["namespaces"]:
+            return
+        typer.confirm(f"Remove {many(found['blocks'], 'block')} from all tiers?", abort=True)
     found = with_daemon(socket, lambda asker: asker.ask("/v1/clear", body=body, patience=_LONG_PATIENCE))
-    console().print(f"{found['blocks']} block{'s' if found['blocks'] != 1 else ''} removed")
+    out.print(f"{many(found['blocks'], 'block')} removed")
 
 
 def top(

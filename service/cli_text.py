@@ -178,6 +178,25 @@ def _tree_line(line: str, width: int) -> Text:
     return text
 
 
+# --- what is to go -------------------------------------------------------------------------------------------------------
+
+
+def clear_view(extents: list[Found]) -> RenderableType:
+    """Return what would be removed, a line a namespace; of a tenant only that there is one."""
+    if not extents:
+        return Text("Nothing is held there.")
+    table = plain_table("namespace", "blocks", "tokens", "model", "adapter", "tenant", left=["model", "adapter", "tenant"])
+    for one in extents:
+        tenant = "unknown" if one["salted"] is None else "salted" if one["salted"] else "none"
+        names = (_printable(one["model"] or "unknown model"), _printable(one["adapter"] or "none"))
+        table.add_row(one["digest"][:12], str(one["blocks"]), str(one["tokens"]), *names, tenant)
+    return table
+
+
+def _printable(name: str) -> Text:
+    return Text("".join(sign if sign.isprintable() else "·" for sign in name), no_wrap=True, overflow="ellipsis")
+
+
 # --- the live view --------------------------------------------------------------------------------------------------------
 
 

@@ -169,17 +169,20 @@ class Desk:
             self._require_open()
             # With less than the vouched blocks in the tree there is no room: nobody has computed the blocks in between.
             needed = 0 if after is None or after.released else after.blocks if vouched is None else vouched
-            hold = lease if after is None or needed <= lease.blocks else after
+            # And none where the namespace was cleared since: what follows an older hit is of the bytes that were to go.
+            stale = after is not None and not after.released and after.stale
+            hold = after if after is not None and (stale or needed > lease.blocks) else lease
             return stack.cache.reserve(self.session, self.space, key, after=hold, position=position)
         finally:
             stack.cache.release(lease)
 
     async def reserve(self, key: bytes, after: Lease | None, position: int, *, wait: bool) -> Reservation:
         """Do as `acquire` does; with `wait`, wait a bounded time for another writer of the same blocks, and try again."""
+        edition = self.space.edition
         while True:
             reservation = await self.acquire(key, after, position)
             other = reservation.other
-            if not wait or other is None:
+            if not wait or other is None or reservation.lease.edition != edition:
                 return reservation
             self.close(reservation)
             if not await self.stack.traffic.wait_for(other, PENDING_SECONDS):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+from tiercache.spec import KVSpec, Namespace
 from tiercache.types import Tier
 
 if TYPE_CHECKING:
@@ -24,6 +25,16 @@ class Stored(NamedTuple):
     stored: int
     present: int
     refused: int
+
+
+class Extent(NamedTuple):
+    """A namespace and how much of it went, or is there. Who it is, is None where the disk knows nothing but its digest."""
+
+    digest: bytes
+    namespace: Namespace | None
+    spec: KVSpec | None
+    blocks: int
+    tokens: int
 
 
 class Hit(Protocol):

@@ -16,11 +16,13 @@ from tiercache.leases import Session
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.residency import Space
 from tiercache.service.desk import Desk
+from tiercache.service.face import Extent
 from tiercache.service.finishing import Finishing
+from tiercache.service.invalidation import Choice, Invalidation, chosen_by, held_closed, held_open
 from tiercache.service.kv import LocalKV
 from tiercache.service.stack import Seams, Stack
 from tiercache.sizes import parse_size
-from tiercache.spec import ITEM_BYTES, Geometry, KVSpec, Namespace
+from tiercache.spec import ANY, ITEM_BYTES, Geometry, KVSpec, Namespace, Selection, Unsaid
 from tiercache.storage.arenas import DramArena, HostHbmArena
 from tiercache.storage.contract import Store
 from tiercache.storage.layouts import SLOT_ALIGNMENT
@@ -199,6 +201,58 @@ class TierCache:
             if self._disk is not None:
                 await workers.run(Lane.WRITE, self._disk.remember, space, spec)
             return stack
+
+    async def invalidate(
+        self,
+        *,
+        model: str | Unsaid = ANY,
+        weights: str | Unsaid = ANY,
+        adapter: str | Unsaid | None = ANY,
+        salt: str | Unsaid | None = ANY,
+    ) -> list[Extent]:
+        """Remove everything of all namespaces whose fields have exactly the values given; return how much went of each.
+
+        None is a value: `adapter=None` is the model without an adapter, `salt=None` what belongs to no tenant. What is not named
+        may be anything. Namespaces that an earlier run left on SSD are included, whether this run has opened them or not.
+
+        Not found at once; not found after a restart either when the call has returned. What is in flight comes to nothing, also
+        inserts and reservations that were begun before. Who holds a hit reads its bytes until its release. Raises InvalidSpec when
+        no field is named or a value can't be, StoreError when the disk has not forgotten in time.
+        """
+        return await self.forget(chosen_by(Selection(model=model, weights=weights, adapter=adapter, salt=salt)))
+
+    async def forget(self, choose: Choice) -> list[Extent]:
+        """Remove everything of the namespaces that `choose` picks; else as `invalidate`."""
+        workers = self.require_open()
+        going = Invalidation(choose)
+        going.clear(self.stacks, self.spaces)  # at once; what only the disk can name comes below
+        return await self._finishing.abandon(self._forget(workers, going))
+
+    async def _forget(self, workers: Workers, going: Invalidation) -> list[Extent]:
+        try:
+            async with self._opening:
+                known = await self.known_spaces()
+                going.clear(self.stacks, known)
+                if self._disk is not None:
+                    await workers.run(Lane.WRITE, going.forget_closed, self._disk, frozenset(self._stacks), known)
+        finally:
+            await going.forgotten()
+        return going.extents
+
+    async def digests(self) -> set[bytes]:
+        """Return the digests of all namespaces: opened, left on SSD by an earlier run, or only known by their digest."""
+        known = await self.known_spaces()
+        return {*known, *(digest for stack in self.stacks for digest in stack.cache.residency.spaces)}
+
+    async def extents(self, choose: Choice) -> list[Extent]:
+        """Return what the namespaces that `choose` picks hold, in all tiers, whether this run has opened them or not."""
+        workers = self.require_open()
+        async with self._opening:
+            known = await self.known_spaces()
+            found = held_open(self.stacks, known, choose)
+            if self._disk is not None:
+                found += await workers.run(Lane.READ, held_closed, self._disk, frozenset(self._stacks), known, choose)
+        return found
 
     async def check(self) -> dict[str, int]:
         """Audit the books of every tier; return how many nodes, blocks and leases were looked at.

@@ -134,10 +134,12 @@ class LocalKV:
         desk, size = self._desk, self.spec.block_size
         whole = len(key) // desk.stride
         stored, reached = 0, first
+        edition = desk.space.edition
         while True:
             room = await desk.acquire(key, None, position)
-            if room.present < reached:
-                # What came before has left meanwhile, perhaps for what comes after it: to begin again might never end.
+            if room.present < reached or desk.space.edition != edition:
+                # What came before has left meanwhile, perhaps for what comes after it: to begin again might never end. And
+                # what was computed before a clear is not to come back after it.
                 desk.close(room)
                 break
             reached = room.present

@@ -205,6 +205,15 @@ class Clear(_Request, frozen=True, tag="clear"):
     kv: int
 
 
+class Invalidate(_Request, frozen=True, tag="invalidate"):
+    """Removes everything of all namespaces, opened in this session or not, whose named fields have exactly these values.
+
+    `fields` names at least one of model, weights, adapter and salt; nil is a value of the last two. The reply is `Invalidated`.
+    """
+
+    fields: dict[str, Any]
+
+
 class Check(_Request, frozen=True, tag="check"):
     """Audits the daemon's books."""
 
@@ -316,6 +325,20 @@ class Done(_Reply, frozen=True, tag="done"):
     """It is done."""
 
 
+class ExtentOf(msgspec.Struct, array_like=True, frozen=True):
+    """What went of one namespace: its fields as in `Open`, and how much it was."""
+
+    namespace: dict[str, Any]
+    spec: dict[str, Any]
+    blocks: int
+
+
+class Invalidated(_Reply, frozen=True, tag="invalidated"):
+    """What an invalidation removed; namespaces that held nothing are left out."""
+
+    extents: list[ExtentOf]
+
+
 class Audited(_Reply, frozen=True, tag="audited"):
     """What an audit looked at, or the faults it found."""
 
@@ -377,9 +400,10 @@ Request = (
     | Pin
     | Delete
     | Clear
+    | Invalidate
     | Check
 )
-Reply = Welcome | Opened | Leased | Places | Reserved | Count | Done | Audited | Failed
+Reply = Welcome | Opened | Leased | Places | Reserved | Count | Done | Invalidated | Audited | Failed
 Notice = Arrived | Lost | Draining
 
 

@@ -115,16 +115,53 @@ class StoreCopier:
 
     def _blocks(self, transfer: Transfer, low: int, high: int) -> Report:
         target = self._stores[transfer.to]
-        known = identities(transfer, transfer.keys)
-        for block in range(low, high):
-            into = target.view(transfer.slots_to[block])
+        targets: list[Planes] = []
+        for slot in transfer.slots_to[low:high]:
+            into = target.view(slot)
             assert into is not None
+            targets.append(into)
+        return self.fetch(transfer, low, targets)
+
+    def fetch(self, transfer: Transfer, low: int, targets: Sequence[Planes]) -> Report:
+        """Copy the blocks from `low` on into `targets`, each verified, and report how many arrived; in the calling thread.
+
+        A block that can't be read is given up where its store reads others: who was promised it computes it anew, and can store
+        it anew. Where the store reads nothing, all of it would be given up for what may pass.
+        """
+        known = identities(transfer, transfer.keys)
+        for arrived, into in enumerate(targets):
+            block = low + arrived
             try:
-                self._stores[transfer.sources[block]].fetch(transfer.slots_from[block], known[block], into)
+                self._fetch(transfer, block, known, into)
+            except Untrusted as error:
+                return Report(arrived=arrived, error=error, rotten=True)
             except StoreError as error:
-                # A read that failed may work the next time; only bytes that failed their check are given up.
-                return Report(arrived=block - low, error=error, rotten=isinstance(error, Untrusted))
-        return Report(arrived=high - low)
+                alone = arrived > 0 or self._reads_another(transfer, block, known, into)
+                return Report(arrived=arrived, error=error, rotten=alone, unread=not alone)
+        return Report(arrived=len(targets))
+
+    def _fetch(self, transfer: Transfer, block: int, known: Sequence[Identity], into: Planes) -> None:
+        """Read a block; once more if the read fails without saying anything about the bytes."""
+        store, slot = self._stores[transfer.sources[block]], transfer.slots_from[block]
+        try:
+            store.fetch(slot, known[block], into)
+        except Untrusted:
+            raise
+        except StoreError:
+            store.fetch(slot, known[block], into)
+
+    def _reads_another(self, transfer: Transfer, block: int, known: Sequence[Identity], into: Planes) -> bool:
+        """Return whether the store reads the block beside `block`, whose own destination is lost anyway; True if there is none."""
+        other = block + 1 if block + 1 < transfer.count else block - 1
+        if other < 0:
+            return True
+        try:
+            self._stores[transfer.sources[other]].fetch(transfer.slots_from[other], known[other], into)
+        except Untrusted:
+            return True
+        except StoreError:
+            return False
+        return True
 
     def _put(self, transfer: Transfer) -> Report:
         views: list[Planes] = []

@@ -12,11 +12,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from tiercache.errors import StoreError, Untrusted
+from tiercache.errors import Untrusted
 from tiercache.kernels.device import Device, Event, Stream
 from tiercache.storage.checksum import verify
 from tiercache.storage.contract import Planes, Store
-from tiercache.storage.copier import StoreCopier, identities
+from tiercache.storage.copier import StoreCopier
 from tiercache.storage.device_arena import DeviceArena
 from tiercache.storage.staging import Ring, Stage
 from tiercache.storage.workers import Lane, Workers
@@ -185,14 +185,7 @@ class DeviceCopier:
 
     def _fetch(self, transfer: Transfer, low: int, high: int, stage: Stage) -> Report:
         """Bring blocks from below into the stage's host memory, verified."""
-        known = identities(transfer, transfer.keys)
-        for place in range(low, high):
-            store = self._stores[transfer.sources[place]]
-            try:
-                store.fetch(transfer.slots_from[place], known[place], stage.host[place - low])
-            except StoreError as error:
-                return Report(arrived=place - low, error=error, rotten=isinstance(error, Untrusted))
-        return Report(arrived=high - low)
+        return self._inner.fetch(transfer, low, list(stage.host[: high - low]))
 
     def _arrived(self, transfer: Transfer, low: int, high: int) -> Report:
         """Verify what came down, where it lies now."""

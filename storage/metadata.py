@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +129,31 @@ class Metadata:
         """Write down the layout of `geometry`'s files."""
         self.commit(lambda transaction: transaction.put(name(geometry).encode(), msgspec.json.encode(layout), db=self._layouts))
 
+    def census(self, geometry: Geometry) -> dict[bytes, int]:
+        """Return how many rows of `geometry` each namespace has, by digest. Raises StoreError."""
+        rows = self._whole_rows(geometry)
+        numbers, counts = np.unique(rows["namespace"], return_counts=True) if rows is not None else ((), ())
+        return {self.digest(int(number)): int(count) for number, count in zip(numbers, counts, strict=True)}
+
+    def forget(self, geometry: Geometry, digests: Collection[bytes]) -> int:
+        """Delete the rows of the namespaces `digests`, and return how many there were. No store of `geometry` may be open.
+
+        Nothing names what lies in the data files then: it goes when they are next opened. Raises StoreError; nothing changed then.
+        """
+        rows = self._whole_rows(geometry)
+        with self._writing:
+            numbers = [self._numbers[digest] for digest in digests if digest in self._numbers]
+        if rows is None or not numbers:
+            return 0
+        slots: list[int] = rows["slot"][np.isin(rows["namespace"], numbers)].tolist()
+        if slots:
+            self.rows(geometry).commit((), slots)
+        return len(slots)
+
+    def _whole_rows(self, geometry: Geometry) -> NDArray[np.void] | None:
+        """Return all rows of `geometry`; None when nothing of it was ever stored."""
+        return None if self.layout(geometry) is None else self.rows(geometry).table()
+
     def commit(self, change: Callable[[Transaction], object], *, digests: Sequence[bytes] = (), need: int = 0) -> None:
         """Run `change` in one write transaction, in which each of `digests` has a number.
 
@@ -229,10 +254,7 @@ class Rows:
 
         Stamps go on from the highest found. Raises StoreError for rows that can't be.
         """
-        raw = self._metadata.scan(self._database)
-        if len(raw) % self._type.itemsize:
-            raise StoreError(f"{self._metadata.folder}: {len(raw)} bytes are no rows of {self._type.itemsize}", broken=True)
-        table = np.frombuffer(raw, self._type)
+        table = self.table()
         self._stamp = int(table["stamp"].max()) + 1 if len(table) else 0
         order = self._metadata.take_order(self._geometry)
         beyond = table["slot"] >= capacity
@@ -243,6 +265,13 @@ class Rows:
         if len(table) and (table["used"].max() > self._symbol_bytes or table["slot"].min() < 0):
             raise StoreError(f"{self._metadata.folder}: a row names a slot or a symbol that can't be", broken=True)
         return self._columns(table[_by_use(table, order, capacity)])
+
+    def table(self) -> NDArray[np.void]:
+        """Return every row as it lies there. Raises StoreError for rows that can't be."""
+        raw = self._metadata.scan(self._database)
+        if len(raw) % self._type.itemsize:
+            raise StoreError(f"{self._metadata.folder}: {len(raw)} bytes are no rows of {self._type.itemsize}", broken=True)
+        return np.frombuffer(raw, self._type)
 
     def commit(self, rows: Sequence[Row], forget: Sequence[int] = ()) -> None:
         """Write `rows` and delete those of the slots `forget`, in one transaction. Raises StoreFull or StoreError."""

@@ -45,7 +45,8 @@ class Flight:
 class Mover:
     """Runs the moves that the core plans.
 
-    After a failed write to a durable tier nothing more is planned into it for `retry_seconds`.
+    After a failed write to a durable tier nothing more is planned into it for `retry_seconds`; nor is anything promised that only
+    such a tier holds after it could not be read at all.
     """
 
     def __init__(self, moves: Moves, copier: Copier, stats: Stats, *, retry_seconds: float = 1.0) -> None:
@@ -122,6 +123,7 @@ class Mover:
             report = Report(arrived=0, error=StoreError(f"the copy broke: {error!r}"))
         if report.error is not None:
             self._failed(transfer, report.error)
+            self._unread(transfer, report)
         flight.report = report
         more: list[Work] = []
         try:
@@ -148,7 +150,7 @@ class Mover:
                 return Report(arrived=arrived, error=piece)
             arrived += piece.arrived
             if piece.arrived < high - low:
-                return Report(arrived=arrived, error=piece.error, rotten=piece.rotten)
+                return Report(arrived=arrived, error=piece.error, rotten=piece.rotten, unread=piece.unread)
         return Report(arrived=arrived)
 
     async def _piece(self, flight: Flight, transfer: Transfer, low: int, high: int) -> Report:
@@ -172,6 +174,15 @@ class Mover:
         flight.undone = True
         self._ended(flight, [])
 
+    def _unread(self, transfer: Transfer, report: Report) -> None:
+        """Promise nothing of a durable tier for a while from which nothing can be read."""
+        if not report.unread or self._closing:
+            return
+        source = transfer.sources[report.arrived]
+        log.warning("%s can't be read: %s", self._moves.residency.tiers[source], str(report.error))
+        self._moves.blind.add(source)
+        self._later(self._moves.blind, source)
+
     def _failed(self, work: Work, error: StoreError) -> None:
         self._stats.failed(error.reason if isinstance(error, Untrusted) else type(error).__name__)
         position = work.to if isinstance(work, Transfer) else work.position
@@ -182,11 +193,14 @@ class Mover:
         if self._closing:
             return
         self._moves.refusing.add(position)
-        timer = asyncio.get_running_loop().call_later(self._retry, self._retried, position)
-        self._timers.add(timer)
+        self._later(self._moves.refusing, position)
 
-    def _retried(self, position: int) -> None:
-        self._moves.refusing.discard(position)
+    def _later(self, failing: set[int], position: int) -> None:
+        """Try a tier again when it has been left alone for a while."""
+        self._timers.add(asyncio.get_running_loop().call_later(self._retry, self._retried, failing, position))
+
+    def _retried(self, failing: set[int], position: int) -> None:
+        failing.discard(position)
         self._timers = {timer for timer in self._timers if timer.when() > asyncio.get_running_loop().time()}
         self._wake()
 

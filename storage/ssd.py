@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from tiercache.errors import Closed, InvalidConfig, StoreError
@@ -89,6 +89,19 @@ class SsdTier:
     def namespaces(self) -> dict[bytes, tuple[Namespace, KVSpec]]:
         """Return what was remembered, by digest."""
         return self._metadata.namespaces()
+
+    def census(self, geometry: Geometry) -> dict[bytes, int]:
+        """Return how many blocks of `geometry` metadata names, by the digest of their namespace."""
+        return self._metadata.census(geometry)
+
+    def forget(self, geometry: Geometry, digests: Collection[bytes]) -> int:
+        """Forget the blocks of whole namespaces whose store is not open, for good when the call returns; return how many.
+
+        Raises InvalidConfig if the store is open: its slots are somebody's. Raises StoreError; nothing is forgotten then.
+        """
+        if geometry in self._stores:
+            raise InvalidConfig(f"the SSD store for {name(geometry)} is open", field="geometry", value=name(geometry))
+        return self._metadata.forget(geometry, digests)
 
     def open(self, geometry: Geometry, *, capacity_bytes: int, item_bytes: int) -> SsdStore:
         """Return the store for blocks of `geometry`, with what it held before.

@@ -159,7 +159,7 @@ class LmdbValues:
 
     def count(self) -> int:
         """Return the number of values."""
-        with self._open().begin() as transaction:
+        with self._gate.shared(), self._open().begin() as transaction:
             return int(transaction.stat()["entries"]) - (transaction.get(_TICK) is not None)
 
     @property

@@ -48,13 +48,14 @@ from tiercache.types import Tier
 if TYPE_CHECKING:
     from tiercache.service.client.blocking import BlockingClient
     from tiercache.service.client.client import connect
-    from tiercache.service.face import Stored
+    from tiercache.service.face import Extent, Stored
     from tiercache.service.inprocess import TierCache
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "BlockingClient": "tiercache.service.client.blocking",
+    "Extent": "tiercache.service.face",
     "Stored": "tiercache.service.face",
     "TierCache": "tiercache.service.inprocess",
     "connect": "tiercache.service.client.client",
@@ -67,6 +68,7 @@ __all__ = [
     "Config",
     "DirectoryLocked",
     "DirectoryRefused",
+    "Extent",
     "InvalidConfig",
     "InvalidFrame",
     "InvalidInput",

@@ -74,13 +74,16 @@ class Cache:
     def match(self, session: Session, space: Space, key: bytes, *, count: bool = True, charged: bool = True) -> Lease:
         """Find the longest cached prefix of `key` and take a lease on it, in one step.
 
-        Only as much is leased as the session's share of each tier allows. `count=False` keeps it out of the hit rates, for
+        Only as much is leased as the session's share of each tier allows, and to readers nothing that only a tier holds which can't
+        be read now. `count=False` keeps it out of the hit rates, for
         requests that are not a reader's; `charged=False` out of the session's share, for the steps of one call. A lease of
         zero blocks is as good as another.
         """
         node, part, total = space.tree.walk(key)
         if part < len(node.blocks):
             node = self.residency.split(node, part)
+        if count and self.moves.blind:
+            node, total = self._readable(node)
         if charged:
             node, total = self._clip(session, node, total)
         lease = self._lease(session, space, node, key, total, charged=charged)
@@ -122,7 +125,9 @@ class Cache:
     def share(self, lease: Lease, session: Session) -> Lease:
         """Take a lease of `session` on what another session's `lease` covers; it is not charged for what that one pays."""
         assert not lease.released
-        return self._lease(session, lease.space, lease.node, lease.key, lease.blocks, charged=False)
+        shared = self._lease(session, lease.space, lease.node, lease.key, lease.blocks, charged=False)
+        shared.edition = lease.edition
+        return shared
 
     def hand_over(self, lease: Lease, session: Session) -> None:
         """Make `session` the owner of a lease, and charge it in the former one's place."""
@@ -169,7 +174,7 @@ class Cache:
         """
         stride = space.tree.stride
         at = after.blocks * stride if after is not None else 0
-        if after is None or after.node.alive:
+        if after is None or (after.node.alive and not after.stale):
             node, part, more = space.tree.walk(key, after=after.node if after is not None else None, at=at)
             if part < len(node.blocks):
                 node = self.residency.split(node, part)
@@ -177,10 +182,12 @@ class Cache:
         else:  # it left the tree, and what followed it is gone: the lease keeps its own path and no more
             node, at = after.node, min(at, len(key) - len(key) % stride)
         lease = self._lease(session, space, node, key, at // stride, charged=False)
+        if after is not None:
+            lease.edition = after.edition
         rest = key[at : len(key) - len(key) % stride]
         reservation = Reservation(lease=lease, key=rest, blocks=self.residency.table.allocate(0), places=[], present=at // stride)
         session.reservations.add(reservation)
-        if not rest or not node.alive:
+        if not rest or not node.alive or lease.stale:
             return reservation
         other = self.pending.get((node, rest[:stride]))
         if other is not None:
@@ -200,6 +207,8 @@ class Cache:
         than `upto` when what they follow has left the tree (a delete or clear came between).
         """
         assert not reservation.closed and reservation.committed <= upto <= len(reservation.blocks)
+        if reservation.lease.stale:
+            return reservation.committed  # also where it follows the root, which no clear takes away
         stride = reservation.lease.space.tree.stride
         first = reservation.committed
         self._withdraw(reservation)
@@ -285,8 +294,13 @@ class Cache:
         return sum(self._count(child) for child in (space.tree.root.children or {}).values())
 
     def clear(self, space: Space) -> int:
-        """Remove all blocks of a namespace and return how many there were."""
+        """Remove all blocks of a namespace and return how many there were.
+
+        Readers keep what they lease. Nothing that was begun before is stored any more: its bytes may be what is to be forgotten.
+        """
         removed = 0
+        space.edition += 1
+        self.pending = {place: other for place, other in self.pending.items() if other.lease.space is not space}
         for child in list((space.tree.root.children or {}).values()):
             removed += self._count(child)
             self.residency.remove(child, Reason.DELETE)
@@ -319,7 +333,14 @@ class Cache:
 
     def _lease(self, session: Session, space: Space, node: Node, key: bytes, blocks: int, *, charged: bool) -> Lease:
         lease = Lease(
-            session=session, space=space, node=node, key=key, blocks=blocks, charge=[0] * len(self.tiers), charged=charged
+            session=session,
+            space=space,
+            node=node,
+            key=key,
+            blocks=blocks,
+            charge=[0] * len(self.tiers),
+            charged=charged,
+            edition=space.edition,
         )
         self.residency.hold(ancestry(node))
         session.leases.add(lease)
@@ -358,6 +379,15 @@ class Cache:
             kept += fits
             last = step
         return node, total
+
+    def _readable(self, node: Node) -> tuple[Node, int]:
+        """Return the part of the path to `node` that tiers hold which can be read, and its length in blocks."""
+        last, kept = node.space.tree.root, 0
+        for step in path(node):
+            if step.tag in self.moves.blind:
+                break
+            last, kept = step, kept + len(step.blocks)
+        return last, kept
 
     def _is_alone(self, session: Session, position: int) -> bool:
         return not any(other.leased[position] for other in self.sessions if other is not session)

@@ -41,6 +41,13 @@ class Lease:
     charge: list[int]
     charged: bool = True
     released: bool = False
+    edition: int = 0
+    """The namespace's edition when it was taken."""
+
+    @property
+    def stale(self) -> bool:
+        """Whether the namespace was cleared since: the bytes stay readable, and nothing that follows from them is stored."""
+        return self.edition != self.space.edition
 
     def ended(self) -> bool:
         """Return whether it has ended."""

@@ -45,6 +45,8 @@ class Moves:
         """Of these, the slots whose blocks are being written to a durable tier."""
         self.refusing: set[int] = set()
         """Positions of tiers whose store fails: nothing is planned into them."""
+        self.blind: set[int] = set()
+        """Positions of tiers whose store reads nothing: what only they hold is promised to nobody."""
         self._parting: list[Counter[Node]] = [Counter() for _ in residency.tiers]
         """How many children of a node are on their way out of a tier."""
         self._batch = max(1, batch_blocks)

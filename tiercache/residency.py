@@ -27,14 +27,18 @@ from tiercache.types import Tier
 
 
 class Space:
-    """One namespace inside the core: its tree and its eviction order."""
+    """One namespace inside the core: its tree and its eviction order.
 
-    __slots__ = ("digest", "number", "policy", "tree")
+    `edition` grows whenever the namespace is cleared: what was claimed under an older one is about bytes that were to go.
+    """
+
+    __slots__ = ("digest", "edition", "number", "policy", "tree")
 
     def __init__(self, number: int, digest: bytes, stride: int, policy: Policy) -> None:
         self.number = number
         self.digest = digest
         self.policy = policy
+        self.edition = 0
         self.tree = RadixTree(self, stride)
 
 

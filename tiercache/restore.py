@@ -29,9 +29,10 @@ class Stored(NamedTuple):
 def restore(cache: Cache, namespace: bytes, stride: int, stored: Stored, position: int) -> list[int]:
     """Build the tree of a namespace from what the durable tier at `position` holds, and return the slots to discard.
 
-    To discard are blocks whose chain is broken, blocks of another symbol width, and what a tier that has become smaller
-    can't hold. Costs one pass; depth does not matter. Runs of only children become one node. The order of the columns becomes
-    the order of recency, with every ancestor as recent as its most recent descendant.
+    To discard are blocks whose chain is broken, blocks of another symbol width, those that follow a key which two blocks have (a
+    collision of digests), and what a tier that has become smaller can't hold. Costs one pass; depth does not matter. Runs of only
+    children become one node. The order of the columns becomes the order of recency, with every ancestor as recent as its most
+    recent descendant.
     """
     pool = cache.residency.slots[position]
     runs = _chains(stored, stride, capacity=pool.capacity, budget=pool.budget - pool.used)
@@ -62,7 +63,9 @@ def _chains(stored: Stored, stride: int, *, capacity: int, budget: int) -> list[
     for row, parent in enumerate(stored.parents):
         if len(stored.symbols[row]) == stride and stored.slots[row] < capacity:
             following.setdefault(parent, []).append(row)
-    # Keys are digests: should two collide, a row could be reached twice, or a chain lead back into itself.
+    for key in _shared(stored):
+        following.pop(key, None)
+    # Also with the same key twice in other ways no row is to be reached twice, and no chain to lead back into itself.
     reached = bytearray(len(stored.slots))
     runs: list[_Run] = []
     stack: list[tuple[int | None, int]] = [(None, row) for row in following.get(ROOT_KEY, ())]
@@ -85,6 +88,18 @@ def _chains(stored: Stored, stride: int, *, capacity: int, budget: int) -> list[
                 stack.append((len(runs), row))
         runs.append(run)
     return runs
+
+
+def _shared(stored: Stored) -> set[bytes]:
+    """Return the keys that two different blocks have: which of them a block follows that names such a parent, nobody can tell."""
+    if len(set(stored.keys)) == len(stored.keys):
+        return set()
+    meant: dict[bytes, tuple[bytes, bytes]] = {}
+    shared: set[bytes] = set()
+    for key, parent, symbol in zip(stored.keys, stored.parents, stored.symbols, strict=True):
+        if meant.setdefault(key, (parent, symbol)) != (parent, symbol):
+            shared.add(key)
+    return shared
 
 
 def _plant(cache: Cache, parent: Node, run: list[int], stored: Stored, position: int) -> Node:

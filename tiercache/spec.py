@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from tiercache.checks import integer
 from tiercache.errors import InvalidSpec, UnsupportedSpec
@@ -24,6 +26,8 @@ MAX_DIMENSION = 1 << 20
 MAX_TEXT_BYTES = 64 * 1024
 MAX_WORLD = 4096
 _ENCODING = b"tiercache-namespace-1"
+_TEXTS = ("model", "weights", "adapter", "salt")
+_MAY_BE_NONE = frozenset(["adapter", "salt"])
 
 
 class Geometry(NamedTuple):
@@ -133,31 +137,20 @@ class Namespace:
     """The identity of the bytes: two prompts share blocks only within one namespace.
 
     `model` is the served name and `weights` a digest of the weights themselves; `adapter` names an adapter *and* its version;
-    `salt` separates tenants; `world` is the number of tensor-parallel ranks that each hold a shard. Text may hold any
-    characters: it never becomes a path or a key, only part of a digest, and is compared as its UTF-8 bytes.
+    `salt` separates tenants, and is shown by no representation; `world` is the number of tensor-parallel ranks that each hold
+    a shard. Text may hold any characters: it never becomes a path or a key, only part of a digest, and is compared as its UTF-8
+    bytes.
     """
 
     model: str
     weights: str
     adapter: str | None = None
-    salt: str | None = None
+    salt: str | None = field(default=None, repr=False)
     world: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("model", "weights", "adapter", "salt"):
-            value = getattr(self, name)
-            if value is None and name in ("adapter", "salt"):
-                continue
-            if not isinstance(value, str):
-                raise InvalidSpec(f"{name} must be text, not {value!r}", field=name, value=value)
-            try:
-                size = len(value.encode())
-            except UnicodeEncodeError as error:
-                raise InvalidSpec(
-                    f"{name} holds a lone surrogate at character {error.start}: {value!r}", field=name, value=value
-                ) from error
-            if size > MAX_TEXT_BYTES:
-                raise InvalidSpec(f"{name} is {size} bytes long; the limit is {MAX_TEXT_BYTES}", field=name, value=size)
+        for name in _TEXTS:
+            _require_text(name, getattr(self, name))
         integer(self.world, 1, MAX_WORLD, "world", InvalidSpec)
 
     def digest(self, spec: KVSpec) -> bytes:
@@ -172,6 +165,62 @@ class Namespace:
                 parts.append(name.encode())
                 parts.append(b"\x00" if value is None else type(value).__name__.encode() + b"\x01" + str(value).encode())
         return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+
+
+class Unsaid(enum.Enum):
+    """The type of ANY, which stands for a field that a selection does not name: None is a value of some fields."""
+
+    ANY = "any"
+
+
+ANY: Final = Unsaid.ANY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which namespaces are meant: those in which every field that is named has exactly the value given.
+
+    `adapter=None` means the model without an adapter, `salt=None` what belongs to no tenant. Raises InvalidSpec for a value that
+    no namespace can have, and when no field is named.
+    """
+
+    model: str | Unsaid = ANY
+    weights: str | Unsaid = ANY
+    adapter: str | Unsaid | None = ANY
+    salt: str | Unsaid | None = field(default=ANY, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.named:
+            raise InvalidSpec(f"nothing is selected: name at least one of {', '.join(_TEXTS)}", field="selection")
+        for name, value in self.named.items():
+            _require_text(name, value)
+
+    @property
+    def named(self) -> Mapping[str, str | None]:
+        """The fields that are named, with their values."""
+        values = {name: getattr(self, name) for name in _TEXTS}
+        return {name: value for name, value in values.items() if value is not ANY}
+
+    def covers(self, namespace: Namespace) -> bool:
+        """Return whether `namespace` is meant."""
+        return all(getattr(namespace, name) == value for name, value in self.named.items())
+
+
+def _require_text(name: str, value: object) -> None:
+    """Raise InvalidSpec if a namespace's field can't have the value. A salt is a tenant's secret: no message shows one."""
+    if value is None and name in _MAY_BE_NONE:
+        return
+    shown = type(value).__name__ if name == "salt" else repr(value)
+    kept = None if name == "salt" else value
+    if not isinstance(value, str):
+        raise InvalidSpec(f"{name} must be text, not {shown}", field=name, value=kept)
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as error:
+        message = f"{name} holds a lone surrogate at character {error.start} of a {shown}"
+        raise InvalidSpec(message, field=name, value=kept) from (None if name == "salt" else error)
+    if size > MAX_TEXT_BYTES:
+        raise InvalidSpec(f"{name} is {size} bytes long; the limit is {MAX_TEXT_BYTES}", field=name, value=size)
 
 
 def _field(config: Any, name: str, otherwise: Any = None) -> Any:

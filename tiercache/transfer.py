@@ -74,12 +74,14 @@ class Discard:
 class Report:
     """What became of a transfer: how many leading blocks arrived, and why not more.
 
-    `rotten` says that the bytes of the first block that did not arrive failed their check at the source; otherwise the source
-    is as good as before. `keys` and `charges` are what a keyed, compressing store computed for the blocks that arrived.
+    `rotten` says that the source of the first block that did not arrive is worth nothing: its bytes failed their check, or can't be
+    read though others can; otherwise the source is as good as before. `unread` says that nothing at all can be read where it
+    lies. `keys` and `charges` are what a keyed, compressing store computed for the blocks that arrived.
     """
 
     arrived: int
     error: StoreError | None = None
     rotten: bool = False
+    unread: bool = False
     keys: list[bytes] = field(default_factory=list)
     charges: list[int] = field(default_factory=list)

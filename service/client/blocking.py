@@ -17,8 +17,8 @@ from tiercache.service.client.portal import Portal
 from tiercache.service.client.remote_hit import RemoteHit
 from tiercache.service.client.remote_kv import RemoteKV
 from tiercache.service.client.remote_room import RemoteRoom
-from tiercache.service.face import Stored
-from tiercache.spec import KVSpec, Namespace
+from tiercache.service.face import Extent, Stored
+from tiercache.spec import ANY, KVSpec, Namespace, Unsaid
 from tiercache.types import Tier
 
 if TYPE_CHECKING:
@@ -78,6 +78,17 @@ class BlockingClient:
     def open(self, space: Namespace, spec: KVSpec, *, shard: int = 0) -> BlockingKV:
         """Return the KV of a namespace, as `Client.open` does."""
         return BlockingKV(self, self.run(self._client.open(space, spec, shard=shard)))
+
+    def invalidate(
+        self,
+        *,
+        model: str | Unsaid = ANY,
+        weights: str | Unsaid = ANY,
+        adapter: str | Unsaid | None = ANY,
+        salt: str | Unsaid | None = ANY,
+    ) -> list[Extent]:
+        """Remove everything of all namespaces whose fields have exactly the values given, as `Client.invalidate` does."""
+        return self.run(self._client.invalidate(model=model, weights=weights, adapter=adapter, salt=salt))
 
     def check(self) -> dict[str, int]:
         """Audit the daemon's books, as `Client.check` does."""

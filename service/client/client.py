@@ -19,6 +19,7 @@ from tiercache.errors import (
     JoinRefused,
     NoShare,
     Refused,
+    StoreError,
     TierTooSmall,
     UnsupportedSpec,
 )
@@ -29,12 +30,15 @@ from tiercache.service.client.connection import Connection
 from tiercache.service.client.counts import ClientStats, Counts, Miss
 from tiercache.service.client.handle import House
 from tiercache.service.client.remote_kv import RemoteKV
-from tiercache.spec import KVSpec, Namespace
+from tiercache.service.face import Extent
+from tiercache.spec import ANY, KVSpec, Namespace, Selection, Unsaid
 from tiercache.storage.workers import Lane, ThreadWorkers
 
 R = TypeVar("R")
 
 _THREADS = 2
+_FORGETTING_SECONDS = 60.0
+"""How long the daemon may wait for its disk to forget, beyond the deadline of a call."""
 _ANY_LIMIT = 1 << 26
 """Tokens of a prompt, while no daemon has said its limit."""
 
@@ -193,6 +197,37 @@ class Client:
         await kv.open(raises=(InvalidSpec, NoShare, TierTooSmall))
         return kv
 
+    async def invalidate(
+        self,
+        *,
+        model: str | Unsaid = ANY,
+        weights: str | Unsaid = ANY,
+        adapter: str | Unsaid | None = ANY,
+        salt: str | Unsaid | None = ANY,
+    ) -> list[Extent]:
+        """Remove everything of all namespaces whose fields have exactly the values given; return how much went of each.
+
+        As `TierCache.invalidate`, whoever opened them. No answer is no miss here: whoever forgets a tenant must know that it is
+        done. Raises InvalidSpec, StoreError when the daemon's disk has not forgotten in time, and Refused when there is no answer.
+        """
+        self.require_open()
+        selection = Selection(model=model, weights=weights, adapter=adapter, salt=salt)
+        connection = self.connection()
+        found = (
+            connection
+            if isinstance(connection, Miss)
+            else await connection.call(
+                wire.Invalidated,
+                wire.Invalidate,
+                patience=_FORGETTING_SECONDS,
+                raises=(InvalidSpec, StoreError),
+                fields=dict(selection.named),
+            )
+        )
+        if isinstance(found, Miss):
+            raise Refused(f"the daemon did not say that it has forgotten: {found.message}", reason=found.reason)
+        return [_extent(extent) for extent in found.extents]
+
     async def check(self) -> dict[str, int]:
         """Audit the daemon's books; return how many nodes, blocks and leases were looked at.
 
@@ -276,6 +311,11 @@ class Client:
         """In a forked child: hold the parent's connections no more, so that their end is seen when the parent ends."""
         if self._connection is not None:
             self._connection.let_go()
+
+
+def _extent(extent: wire.ExtentOf) -> Extent:
+    space, spec = Namespace(**extent.namespace), KVSpec(**extent.spec)
+    return Extent(space.digest(spec), space, spec, extent.blocks, extent.blocks * spec.block_size)
 
 
 def _let_go(client: weakref.ref[Client]) -> None:

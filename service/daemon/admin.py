@@ -17,7 +17,10 @@ from tiercache.service.daemon.metrics import registry_of
 from tiercache.service.daemon.openapi import PAGE, document
 from tiercache.service.daemon.peers import connection_of, peer_of
 from tiercache.service.daemon.report import health, namespaces, stats
+from tiercache.service.face import Extent
+from tiercache.service.invalidation import Choice, chosen_by, selection_of
 from tiercache.service.stack import Stack
+from tiercache.spec import Namespace
 
 if TYPE_CHECKING:
     from tiercache.service.daemon.daemon import Daemon
@@ -99,11 +102,11 @@ class Admin:
     async def _clear(self, request: web.Request) -> web.Response:
         self._require_serving()
         wanted = _Clear.read(await request.read() if request.can_read_body else b"{}")
-        removed = 0
-        for stack, space in self._spaces(wanted.namespace or ""):
-            removed += stack.cache.clear(space)
-            await stack.forgotten()
-        return _json({"blocks": removed})
+        cache, choose = self._daemon.cache, wanted.choice()
+        if wanted.namespace and not any(digest.hex().startswith(wanted.namespace.lower()) for digest in await cache.digests()):
+            raise InvalidInput(f"no namespace has a digest that begins with {wanted.namespace!r:.70}")
+        found = await (cache.extents(choose) if wanted.preview else cache.forget(choose))
+        return _json({"blocks": sum(extent.blocks for extent in found), "namespaces": [_extent(extent) for extent in found]})
 
     def _spaces(self, prefix: str) -> list[tuple[Stack, Space]]:
         """Return the namespaces whose digest begins so, in hexadecimal. Raises InvalidInput when it names none."""
@@ -123,9 +126,29 @@ class Admin:
 
 
 class _Clear(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a request to clear: the digest of a namespace, or its beginning; all of them without."""
+    """The body of a request to clear: how a namespace's digest begins, and values of its fields; all of them without.
+
+    With `preview` nothing goes, and the answer says what would.
+    """
 
     namespace: str | None = None
+    model: str | msgspec.UnsetType = msgspec.UNSET
+    weights: str | msgspec.UnsetType = msgspec.UNSET
+    adapter: str | msgspec.UnsetType | None = msgspec.UNSET
+    salt: str | msgspec.UnsetType | None = msgspec.UNSET
+    preview: bool = False
+
+    def choice(self) -> Choice:
+        """Return which namespaces are meant. Raises InvalidSpec."""
+        fields = {name: getattr(self, name) for name in ("model", "weights", "adapter", "salt")}
+        named = {name: value for name, value in fields.items() if value is not msgspec.UNSET}
+        covered = chosen_by(selection_of(named)) if named else None
+        begins = (self.namespace or "").lower()
+
+        def choose(digest: bytes, namespace: Namespace | None) -> bool:
+            return digest.hex().startswith(begins) and (covered is None or covered(digest, namespace))
+
+        return choose
 
     @classmethod
     def read(cls, body: bytes) -> _Clear:
@@ -133,6 +156,20 @@ class _Clear(msgspec.Struct, forbid_unknown_fields=True):
             return msgspec.json.decode(body or b"{}", type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidInput(f"the body can't be read: {error}") from error
+
+
+def _extent(extent: Extent) -> dict[str, Any]:
+    """Return what is shown of a namespace that goes: of its tenant that there is one, and not which."""
+    who = extent.namespace
+    return {
+        "digest": extent.digest.hex(),
+        "model": who.model if who is not None else None,
+        "weights": who.weights if who is not None else None,
+        "adapter": who.adapter if who is not None else None,
+        "salted": who.salt is not None if who is not None else None,
+        "blocks": extent.blocks,
+        "tokens": extent.tokens,
+    }
 
 
 def _json(value: Any, *, status: int = 200) -> web.Response:

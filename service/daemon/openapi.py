@@ -26,7 +26,7 @@ _OPERATIONS = {
     ("get", "/v1/namespaces"): "The namespaces, how many blocks each has, and whose they are.",
     ("get", "/v1/tree"): "The trees of the namespaces, drawn with their tiers.",
     ("post", "/v1/check"): "Audits the books of every tier; faults is empty when they agree.",
-    ("post", "/v1/clear"): "Removes all blocks of a namespace, or of all of them.",
+    ("post", "/v1/clear"): "Removes all blocks of some namespaces, or of all of them; with preview it says what that would be.",
     ("get", "/openapi.json"): "This document.",
 }
 _PARAMETERS = {
@@ -36,7 +36,18 @@ _PARAMETERS = {
         {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100000, "default": 200}},
     ]
 }
-_CLEAR = {"type": "object", "properties": {"namespace": {"type": ["string", "null"]}}, "additionalProperties": False}
+_CLEAR = {
+    "type": "object",
+    "properties": {
+        "namespace": {"type": ["string", "null"], "description": "How the digest begins."},
+        "model": {"type": "string"},
+        "weights": {"type": "string"},
+        "adapter": {"type": ["string", "null"], "description": "null: those without an adapter."},
+        "salt": {"type": ["string", "null"], "description": "null: those without a salt."},
+        "preview": {"type": "boolean", "default": False, "description": "Remove nothing."},
+    },
+    "additionalProperties": False,
+}
 
 
 def _operation(path: str, verb: str, says: str) -> dict[str, Any]:

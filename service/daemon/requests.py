@@ -6,6 +6,7 @@ A function returns the reply, or a coroutine of it where it has to wait. What it
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,8 +18,9 @@ from tiercache.service import wire
 from tiercache.service.daemon.claims import Held, lost
 from tiercache.service.daemon.house import House
 from tiercache.service.desk import Desk
+from tiercache.service.invalidation import chosen_by, selection_of
 from tiercache.service.stack import Stack
-from tiercache.spec import KVSpec, Namespace
+from tiercache.spec import KVSpec, Namespace, Selection
 from tiercache.storage.arenas import HostArena
 from tiercache.types import Tier
 
@@ -224,6 +226,21 @@ async def clear(session: Session, frame: wire.Clear) -> wire.Reply:
     return wire.Count(id=frame.id, count=await session.desk(frame.kv).clear())
 
 
+def invalidate(session: Session, frame: wire.Invalidate) -> Answer:
+    """Remove everything of the namespaces that a selection covers."""
+    return _invalidate(session, frame, selection_of(frame.fields))
+
+
+async def _invalidate(session: Session, frame: wire.Invalidate, selection: Selection) -> wire.Reply:
+    gone = await session.house.cache.forget(chosen_by(selection))
+    extents = [
+        wire.ExtentOf(asdict(extent.namespace), asdict(extent.spec), extent.blocks)
+        for extent in gone
+        if extent.namespace is not None and extent.spec is not None
+    ]
+    return wire.Invalidated(id=frame.id, extents=extents)
+
+
 async def check(session: Session, frame: wire.Check) -> wire.Reply:
     """Audit the books."""
     try:
@@ -275,5 +292,6 @@ WAYS: dict[type[wire.Request], Way] = {
     wire.Pin: Way(pin, prompted=True),
     wire.Delete: Way(delete, prompted=True),
     wire.Clear: Way(clear),
+    wire.Invalidate: Way(invalidate),
     wire.Check: Way(check),
 }

@@ -132,7 +132,7 @@ def test_a_smaller_budget_keeps_what_it_pays_for() -> None:
 
 
 def test_records_with_colliding_keys_end_no_house() -> None:
-    """With a constant digest every key is the same: what comes back is a tree, each record once, and no walk for ever."""
+    """With a constant digest every key is the same: what follows such a key might be another block's, and is given up."""
     constant: Digest = lambda data: b"x" * 32  # noqa: E731
     house = House(digest=constant)
     space = house.space()
@@ -143,8 +143,8 @@ def test_records_with_colliding_keys_end_no_house() -> None:
     strays = restore(house.cache, space.digest, 4, columns(list(rows), rows), SSD)
     result = check(house.cache)
 
-    assert result["blocks"] + len(strays) == 4
-    assert result["blocks"] >= 2
+    assert result["blocks"] == 1
+    assert sorted(strays) == [1, 2, 3]
 
 
 def test_every_restored_node_is_told() -> None:

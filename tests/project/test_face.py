@@ -19,6 +19,7 @@ FACE = {
     "Namespace",
     "Tier",
     # what is told
+    "Extent",
     "Stored",
     # the configuration
     "Config",

@@ -184,6 +184,15 @@ def durable_slots(kv: LocalKV, tokens: Sequence[int]) -> list[int]:
     return slots
 
 
+def placed(kv: LocalKV, tokens: Sequence[int]) -> dict[Tier, int]:
+    """Return how many blocks of a prompt have their fastest copy where, without moving any."""
+    core, desk = kv._desk.stack.cache, kv._desk
+    lease = core.match(desk.session, desk.space, kv._key(tokens), count=False, charged=False)
+    found = {core.tiers[position]: blocks for position, blocks in core.tiers_of(lease).items()}
+    core.release(lease)
+    return found
+
+
 def disk_of(cache: TierCache) -> SsdStore:
     """Return the SSD store of a cache with one stack."""
     [store] = [store for store in stack_of(cache).stores if isinstance(store, SsdStore)]

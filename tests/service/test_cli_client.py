@@ -90,6 +90,34 @@ def test_clear_asks_first(daemon: Process) -> None:
     assert done.stdout == "4 blocks removed\n"
 
 
+def test_clear_takes_what_is_named(daemon: Process) -> None:
+    """What would go is said before it is asked; an adapter, none of it, a tenant, and a salt that no process list shows."""
+    spaces = [Namespace(model="m", weights="sha256:1", adapter="a@1"), Namespace(model="m", weights="sha256:1", salt="secret")]
+    tokens = prompt(1, 2)
+    with BlockingClient(daemon.address, deadline=30.0, back_off=AT_ONCE) as client:
+        client.connected()
+        for space in spaces:
+            client.open(space, LARGE).insert(tokens, tensor_of(tokens, space=space, spec=LARGE))
+
+        def clear(*words: str, input: str | None = None) -> Result:
+            return tiercache("clear", *words, "--socket", daemon.address, input=input)
+
+        nobody = clear("--adapter", "a@2")
+        refused = clear("--model", "m", "--no-adapter", input="n\n")
+        both = clear("--adapter", "a@1", "--no-adapter")
+        held = client.check()["blocks"]
+        adapter = clear("--adapter", "a@1", "--yes")
+        tenant = clear("--salt", "-", input="secret\ny\n")
+        rest = clear("--model", "m", "--weights", "sha256:1", "--no-adapter", "--no-salt", "--yes")
+
+    assert (nobody.exit_code, nobody.stdout) == (0, "Nothing is held there.\n")
+    assert (refused.exit_code, both.exit_code, held) == (1, 2, 8)
+    assert "Remove 6 blocks from all tiers?" in refused.stdout and "salted" in refused.stdout and "secret" not in refused.stdout
+    assert (adapter.stdout, rest.stdout) == ("2 blocks removed\n", "4 blocks removed\n")
+    assert tenant.stdout.endswith("2 blocks removed\n")
+    assert max(len(line) for line in refused.stdout.splitlines()) <= 80
+
+
 def test_faults_are_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fault of the books is a line."""
     monkeypatch.setattr(cli_client, "with_daemon", lambda *_: {"counts": {}, "faults": ["slot 3 is held twice"]})

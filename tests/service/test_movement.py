@@ -1,7 +1,7 @@
 """Faults of tier movement that others met, at the face: the copy is held open where it hurts, and every byte is compared.
 
-The names are those of CASES: M1 slot reuse, M2 own source, M4 a demotion that could not be done, M9 delete in flight, W3 and W4
-reading over tiers. Positions: 0 HBM, 1 DRAM, 2 SSD.
+The names are those of CASES: M1 slot reuse, M2 own source, M4 a demotion that could not be done, M9 delete in flight.
+Positions: 0 HBM, 1 DRAM, 2 SSD.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tests.service.caches import (
     SIZE,
     SPEC,
     disk_of,
-    durable_slots,
     free,
     is_exact,
     lower,
@@ -35,8 +34,6 @@ from tests.service.caches import (
 from tiercache.changes import Reason
 from tiercache.service.inprocess import TierCache
 from tiercache.service.kv import LocalKV
-from tiercache.storage.contract import FULL_CHARGE
-from tiercache.storage.ssd_values import Write
 from tiercache.types import Tier
 
 LONG = 60_000
@@ -244,87 +241,6 @@ async def test_m9_a_clear_under_a_lease(tmp_path: Path, seed: int) -> None:
 
         assert all(pool.free == pool.capacity for pool in kv._desk.stack.cache.residency.slots)
         assert await read(kv, tokens) == await read(kv, other) == 0
-        await cache.check()
-
-
-@pytest.mark.parametrize("damaged", [False, True], ids=["the disk fails", "the record is bad"])
-async def test_w3_an_unreadable_block_in_the_middle(tmp_path: Path, seed: int, damaged: bool) -> None:
-    """8 blocks on SSD, number 5 unreadable: 80 tokens are valid in a buffer of 0xEE, and it is counted. A bad record is gone
-    with what follows it; where only the disk failed the next read tries again."""
-    rig = Rig()
-    tokens = prompt(seed, 8)
-    async with opened_kv(small(hbm=8, dram=16, spec=LARGE, directory=tmp_path / "ssd"), rig, spec=LARGE) as (cache, kv):
-        await store(kv, tokens)
-        await sink(cache)
-        slot = durable_slots(kv, tokens)[5]
-        if damaged:
-            values = disk_of(cache)._values[FULL_CHARGE]
-            values.commit([Write(slot, 0, bytes(values.value_bytes))])
-        else:
-            rig.disk.fail("read", OSError(errno.EIO, "injected"), key=slot)
-        out = torch.full(LARGE.shape(8 * SIZE), 0, dtype=torch.float32)
-        out.view(torch.uint8).fill_(0xEE)
-
-        async with kv.match(tokens) as hit:
-            promised, ready = hit.tokens, await hit.ready()
-            given = await hit.gather(out=out)
-
-        assert (promised, ready, given.shape[2]) == (128, 80, 80)
-        assert is_exact(given, tokens, spec=LARGE)
-        assert bool((out[:, :, 80:].contiguous().view(torch.uint8) == 0xEE).all())
-        assert sum(stack_of(cache).cache.stats.failures.values()) == 1
-        await cache.settle()
-        async with kv.match(tokens) as hit:
-            assert hit.tokens == (80 if damaged else 128) and await hit.ready() == 80
-        rig.release()
-        assert await read(kv, tokens) == (80 if damaged else 128)
-        await cache.check()
-
-
-async def test_w3_a_lease_holds_what_it_promised(tmp_path: Path, seed: int) -> None:
-    """After the match all tiers are filled with others: the fetch still yields every token."""
-    tokens = prompt(seed, 6)
-    async with opened_kv(small(hbm=8, dram=16, ssd=24, directory=tmp_path / "ssd", admit_ms=LONG)) as (cache, kv):
-        await store(kv, tokens)
-        await sink(cache)
-        async with kv.match(tokens) as hit:
-            for number in range(1, 12):
-                await kv.insert(prompt(seed + number, 4), tensor_of(prompt(seed + number, 4)))
-            assert is_exact(await hit.gather(), tokens) and hit.tokens == 6 * SIZE
-            assert await hit.ready() == 6 * SIZE
-        await cache.settle()
-        await cache.check()
-
-
-@pytest.mark.parametrize("shape", ["whole", "split in HBM", "a bad block"])
-async def test_w4_a_prompt_over_three_tiers_is_put_back_in_order(tmp_path: Path, seed: int, shape: str) -> None:
-    """Blocks 0-3 in HBM, 4-6 in DRAM, 7-9 on SSD: block i is the oracle's block i; with block 7 unreadable there are 7."""
-    rig = Rig()
-    tokens = prompt(seed, 10)
-    config = small(hbm=16, dram=16, spec=LARGE, directory=tmp_path / "ssd")
-    async with opened_kv(config, rig, spec=LARGE) as (cache, kv):
-        await store(kv, tokens)
-        await lower(cache, Tier.HBM, 6)
-        await lower(cache, Tier.DRAM, 3)
-        assert await where(kv, tokens) == {Tier.HBM: 4, Tier.DRAM: 3, Tier.SSD: 3}
-        if shape == "split in HBM":
-            await store(kv, tokens[: 2 * SIZE] + prompt(seed + 1, 2))
-        if shape == "a bad block":
-            rig.disk.fail("read", OSError(errno.EIO, "injected"), key=durable_slots(kv, tokens)[7])
-        expected = 7 if shape == "a bad block" else 10
-
-        async with kv.match(tokens) as hit:
-            promised = dict(hit.tiers)
-            given = await hit.gather()
-            views = [torch.stack(hit.view(block, 0)) for block in range(expected)]
-
-        assert promised == {Tier.HBM: 4 * SIZE, Tier.DRAM: 3 * SIZE, Tier.SSD: 3 * SIZE}
-        assert given.shape[2] == expected * SIZE and is_exact(given, tokens, spec=LARGE)
-        assert torch.equal(torch.cat(views, dim=1).view(torch.uint8), given[0].contiguous().view(torch.uint8))
-        assert await kv.prefetch(tokens) == expected * SIZE
-        await cache.settle()
-        assert await where(kv, tokens) == {Tier.HBM: expected} | ({Tier.SSD: 3} if expected == 7 else {})
-        assert await read(kv, tokens) == expected * SIZE
         await cache.check()
 
 

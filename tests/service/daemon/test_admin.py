@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 
 from tests.seams import Rig
@@ -99,15 +100,27 @@ async def test_questions_that_cannot_be_are_400(folder: Path, target: str) -> No
 
 
 async def test_check_and_clear(folder: Path) -> None:
+    """What is to go is named by digest, or fields, or both; null is a value; a preview removes nothing, and no salt is shown."""
+    digest = SPACE.digest(SPEC).hex()
+    described = {"digest": digest, "model": "m", "weights": "sha256:1", "adapter": None, "salted": False}
+    all_of_it = {"blocks": 4, "namespaces": [{**described, "blocks": 4, "tokens": 4 * SPEC.block_size}]}
+    nothing = {"blocks": 0, "namespaces": []}
     async with busy(folder) as daemon:
+
+        async def clear(**fields: object) -> object:
+            status, found = await post(daemon.path, "/v1/clear", msgspec.json.encode(fields))
+            return found if status == 200 else status
+
         assert (await post(daemon.path, "/v1/check"))[1]["counts"]["blocks"] == 4
-        for body in (b"{", b'{"namespace": 5}', b'{"name": "x"}', b"[" * 10_000, b'{"namespace": "zz"}'):
+        for body in (b"{", b'{"namespace": 5}', b'{"name": "x"}', b"[" * 10_000, b'{"namespace": "zz"}', b'{"model": null}'):
             assert (await post(daemon.path, "/v1/clear", body))[0] == 400
-        assert await post(daemon.path, "/v1/clear", b'{"namespace": "%s"}' % SPACE.digest(SPEC).hex().encode()) == (
-            200,
-            {"blocks": 4},
-        )
-        assert await post(daemon.path, "/v1/clear") == (200, {"blocks": 0})
+        for other in ({"model": "n"}, {"adapter": ""}, {"salt": "t"}, {"model": "m", "weights": "w"}):
+            assert await clear(**other) == nothing
+        assert await clear(preview=True) == all_of_it
+        assert await clear(namespace=digest[:8].upper(), adapter=None, preview=True) == all_of_it
+        assert await clear(namespace=digest, adapter="a") == nothing
+        assert await clear(namespace=digest[:12], model="m", weights="sha256:1", adapter=None, salt=None) == all_of_it
+        assert await clear() == nothing
 
 
 async def test_metrics_are_what_happened_and_only_grow(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Faults of accounting that people met (kind 7): budgets, hit rates, counters of moves."""
+"""Kind 7, accounting, in the books of the core: budgets, hit rates, counters of moves; the product in `test_7_accounting`."""
 
 from __future__ import annotations
 

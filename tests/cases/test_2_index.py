@@ -1,4 +1,4 @@
-"""Faults of index and tree that people met (kind 2): T1 to T5."""
+"""Kind 2, index and tree: T1 to T5, on the core with slots of real bytes; at the face in `test_2_index_face`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from tests.core.house import DRAM, HBM, SSD, House, Record, checksum, columns
 from tiercache.audit import check
 from tiercache.changes import Reason
+from tiercache.errors import AuditFailed
 from tiercache.keys import block_keys
 from tiercache.restore import restore
 from tiercache.tree import subtree
@@ -38,15 +39,22 @@ def test_t1_a_lease_protects_the_node_and_all_its_ancestors() -> None:
         assert house.cache.covered(house.space(), house.key([1, 2, 3, 4, 7])) == 4
 
     order = [node.key[0] for node in house.space().policy.victims(HBM)]
-    house.demote(HBM, 2)
+    gone = []
+    for _ in range(3):
+        before = house.tags([1, 2, 3, 4, 5, 6])
+        assert house.demote(HBM, 2) == 2
+        gone.append(
+            [block for block, (old, new) in enumerate(zip(before, house.tags([1, 2, 3, 4, 5, 6]), strict=True)) if old != new]
+        )
     assert order == [5, 3, 1]
-    assert house.tags([1, 2, 3, 4, 5, 6]) == [HBM] * 4 + [DRAM] * 2
+    assert gone == [[4, 5], [2, 3], [0, 1]], "C, B, A"
     house.evict_all()
     assert house.in_use() == [0, 0, 0]
+    house.check()
 
 
 def test_t1_leases_count_and_never_below_zero() -> None:
-    """Leased twice and released once it is held; released once too often, nothing happens."""
+    """Leased twice and released once it is held; released once too often, nothing happens (at the face it is LeaseReleased)."""
     house = family()
     first, second = (house.cache.match(house.session, house.space(), house.key([1, 2, 3, 4, 5, 6])) for _ in range(2))
     house.cache.release(first)
@@ -72,6 +80,7 @@ def test_t2_only_whole_pages_are_stored(count: int, kept: int) -> None:
 
     assert (stored * 16, again, found * 16) == (kept, 0, kept)
     assert house.in_use() == [kept // 16, 0, 0]
+    assert house.pools[HBM].free == 8 - kept // 16
     assert all(len(node.blocks) for node in subtree(house.space().tree.root) if node.parent is not None)
     assert house.space().tree.root.holds == 0
     house.check()
@@ -79,8 +88,36 @@ def test_t2_only_whole_pages_are_stored(count: int, kept: int) -> None:
     assert house.in_use() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("cut", [0, 1, 15, 16, 17, 24, 31, 32, 47, 48])
+def test_t2_a_tail_that_goes_in_two_ranges_goes_once(cut: int) -> None:
+    """A reservation is committed up to the middle of a page and given back, and what was committed is deleted: the two ranges meet
+    inside a page, and each slot is free once."""
+    house = House(page=16)
+    key = house.key(range(48))
+    room = house.cache.reserve(house.session, house.space(), key, after=None, position=HBM)
+    house.fill(room, key, upto=cut // 16)
+    house.cache.close(room)
+    house.cache.close(room)
+    assert house.in_use() == [cut // 16, 0, 0]
+    house.delete(range(cut))
+    house.delete(range(48))
+    pool = house.pools[HBM]
+    taken = pool.take(8)
+
+    assert sorted(taken) == list(range(8)), "the free list has each slot once"
+    with pytest.raises(AuditFailed, match="twice"):
+        pool.give([taken[0], taken[0]])
+    pool.give(taken)
+    with pytest.raises(AuditFailed):
+        pool.give(taken[:1])
+    house.check()
+
+
 def deep(house: House, depth: int) -> bytes:
-    """Store one prompt page by page, a node each, and return its key."""
+    """Store one prompt page by page, a node each, and return its key.
+
+    Each put continues the last one's lease: by itself each would walk and lease all before it, which is quadratic as it is asked.
+    """
     key = b"".join(number.to_bytes(4, "little") for number in range(1, depth + 1))
     room = house.cache.reserve(house.session, house.space(), key, after=None, position=HBM)
     for block, (position, slot) in enumerate(room.places, start=1):
