@@ -97,7 +97,7 @@ class Traffic:
         while pool.free < want:
             self._mover.start(moves.make_room(position, want, drop=True))
             left = deadline - self._clock.now()
-            copied = moves.leaving[position] - moves.leaving_to_disk[position]
+            copied = moves.inflight.copied_away(position)
             if pool.free >= want or not copied or left <= 0 or not await self._mover.change(left):
                 break
 
@@ -150,7 +150,7 @@ class Traffic:
             while pool.free < self._high[position] and rounds < _FRUITLESS:
                 best, rounds = (pool.free, 1) if pool.free > best else (best, rounds + 1)
                 flights = self._mover.start(moves.make_room(position, self._high[position]))
-                if not flights and not moves.leaving[position]:
+                if not flights and not moves.inflight.leaving[position]:
                     return
                 if flights:
                     for flight in flights:

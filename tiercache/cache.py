@@ -1,7 +1,7 @@
 """The core of one share of the tiers: requests come in, leases and reservations go out.
 
-Sans-I/O: nothing here waits, copies bytes, starts a thread or reads a clock. `tiercache.moves` plans what should move; the
-layers above execute it.
+Sans-I/O: nothing here waits, copies bytes, starts a thread or reads a clock. `tiercache.moves` plans what should move,
+`tiercache.inflight` commits what has moved; the layers above do the copying in between.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from tiercache.changes import Reason
+from tiercache.inflight import InFlight
 from tiercache.leases import Lease, Quarantine, Reservation, Session
 from tiercache.moves import Moves
 from tiercache.policy import LRU, PolicyFactory
@@ -43,7 +44,8 @@ class Cache:
         pools = [slots[tier] for tier in tiers]
         self.residency = Residency(tiers, pools, [tier in durable for tier in tiers], policy)
         self.stats = Stats(self.tiers)
-        self.moves = Moves(self.residency, self.stats, batch_blocks=batch_blocks)
+        self.inflight = InFlight(self.residency, self.stats)
+        self.moves = Moves(self.residency, self.inflight, batch_blocks=batch_blocks)
         self.residency.listeners.append(self.stats.changed)
         self.sessions: set[Session] = set()
         self.pending: dict[tuple[Node, bytes], Reservation] = {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.core.house import DRAM, HBM, SSD, House
 from tiercache.changes import Reason
-from tiercache.moves import Work
-from tiercache.transfer import Discard, Transfer
+from tiercache.transfer import Discard, Transfer, Work
 
 
 def transfers(house: House) -> list[Transfer]:
@@ -64,9 +65,9 @@ def test_room_that_is_on_its_way_is_not_asked_for_again() -> None:
     house.start([*first, *more])
 
     assert (len(first), again, len(more)) == (1, [], 1)
-    assert house.cache.moves.leaving[HBM] == 3
+    assert house.cache.inflight.leaving[HBM] == 3
     house.settle()
-    assert house.cache.moves.leaving == [0, 0, 0]
+    assert house.cache.inflight.leaving == [0, 0, 0]
     assert house.pools[HBM].free == 7
     house.check()
 
@@ -220,7 +221,7 @@ def test_who_may_drop_waits_for_no_disk() -> None:
     assert [house.tags([token]) for token in (1, 2, 3, 4)] == [[DRAM], [], [DRAM], [DRAM]], "the oldest is being written"
     house.settle()
     house.check()
-    assert house.cache.moves.leaving_to_disk == [0, 0, 0]
+    assert house.cache.inflight.leaving_to_disk == [0, 0, 0]
 
 
 def test_a_dry_tier_below_is_asked_once() -> None:
@@ -230,13 +231,13 @@ def test_a_dry_tier_below_is_asked_once() -> None:
         house.put([token])
     house.holding = True
     asked: list[int] = []
-    make_room = house.cache.moves.make_room
+    free = house.cache.moves._free
 
-    def counting(position: int, want: int, *, drop: bool = False, spare: bool = True) -> list[Work]:
+    def counting(position: int, want: int, work: list[Work], **how: Any) -> None:
         asked.append(position)
-        return make_room(position, want, drop=drop, spare=spare)
+        free(position, want, work, **how)
 
-    house.cache.moves.make_room = counting  # type: ignore[method-assign]
+    house.cache.moves._free = counting  # type: ignore[method-assign]
     house.start(house.cache.moves.make_room(HBM, 1))
 
     assert asked == [HBM, DRAM, SSD]
@@ -390,3 +391,81 @@ def test_what_has_just_been_promoted_is_not_the_next_victim() -> None:
     house.finish(transfer)
 
     assert [node.space for node in house.cache.residency.payers.victims(HBM)] == [house.space("b"), house.space("a")]
+
+
+@pytest.mark.parametrize("others", [0, 6], ids=["empty", "full of others"])
+def test_what_a_durable_tier_can_t_hold_whole_is_not_begun(others: int) -> None:
+    """A path of eight blocks, six slots on disk: nothing is written ahead of what can't follow, and nobody else's record goes."""
+    house = House(dram=8, ssd=6)
+    for token in range(100, 100 + others):
+        house.put([token], position=DRAM)
+    house.demote(DRAM, others)
+    house.put(list(range(1, 9)), position=DRAM)
+    before = house.written
+    for _ in range(10):
+        house.start(house.cache.moves.make_room(DRAM, 2))
+
+    assert (house.written - before, house.pools[DRAM].free) == (0, 0)
+    assert [house.tags([token]) for token in range(100, 100 + others)] == [[SSD]] * others
+    house.room(DRAM, 2, drop=True)
+    assert house.tags(list(range(1, 9))) == [DRAM] * 6
+    house.check()
+
+
+def test_room_for_the_end_of_a_path_is_not_made_from_its_beginning() -> None:
+    """The disk is full of the path's first four records and of two that are leased: none of the four goes for the path's end.
+
+    When the two have gone it follows, and each block of the path has been written once.
+    """
+    house = House(hbm=4, dram=4, ssd=6)
+    house.put([1, 2, 3, 4])
+    house.persist([1, 2, 3, 4])
+    house.put([7, 8], position=DRAM)
+    house.persist([7, 8])
+    house.put([1, 2, 3, 4, 5, 6], position=DRAM)
+    with house.leased([7, 8]):
+        for _ in range(20):
+            house.start(house.cache.moves.make_room(DRAM, 2))
+        stayed = house.written, house.in_use()[SSD], house.tags([1, 2, 3, 4, 5, 6])
+    house.delete([7, 8])
+    for _ in range(20):
+        house.start(house.cache.moves.make_room(DRAM, 4))
+
+    assert stayed == (6, 6, [HBM] * 4 + [DRAM] * 2)
+    assert (house.written, house.tags([1, 2, 3, 4, 5, 6])) == (8, [HBM] * 4 + [SSD] * 2)
+    house.check()
+
+
+def test_a_path_is_not_begun_for_which_leases_leave_no_place() -> None:
+    """It would fit an empty disk, but not beside what is leased there: no part of it is written ahead, over and over."""
+    house = House(hbm=4, dram=4, ssd=6)
+    house.put([7, 8], position=DRAM)
+    house.persist([7, 8])
+    house.put([1, 2, 3, 4])
+    house.put([1, 2, 3, 4, 5, 6], position=DRAM)
+    with house.leased([7, 8]):
+        for _ in range(20):
+            house.start(house.cache.moves.make_room(DRAM, 2))
+        written = house.written
+
+    assert (written, house.tags([1, 2, 3, 4, 5, 6])) == (2, [HBM] * 4 + [DRAM] * 2)
+    house.check()
+
+
+def test_the_records_of_many_victims_are_discarded_together() -> None:
+    """Ten nodes leave the disk in one call: one discard, and so one transaction, not ten."""
+    house = House(dram=4, ssd=16)
+    for token in range(16):
+        house.put([token], position=DRAM)
+        house.demote(DRAM, 4)
+    house.holding = True
+    work = house.cache.moves.make_room(SSD, 10)
+    again = house.cache.moves.make_room(SSD, 10)
+    house.start(work)
+
+    [discard] = work
+    assert isinstance(discard, Discard) and len(discard.slots) == 10
+    assert again == [] and house.cache.inflight.leaving[SSD] == 10
+    house.settle()
+    assert house.pools[SSD].free == 10
+    house.check()
