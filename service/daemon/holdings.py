@@ -62,6 +62,7 @@ class Tenancy:
             present=reservation.present,
             pending=reservation.pending,
             places=wire.pack_places(positions, slots, generations, [0] * len(slots)),
+            refusal=reservation.refusal,
         )
 
     @property

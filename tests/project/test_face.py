@@ -19,6 +19,7 @@ FACE = {
     "Namespace",
     "Tier",
     # what is told
+    "Refusal",
     "Stored",
     # the configuration
     "Config",

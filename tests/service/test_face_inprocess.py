@@ -9,6 +9,7 @@ import pytest
 
 from tests.service.face_suite import OpenCache, Opened, ReadingSuite, WritingSuite
 from tests.service.face_suite_keeping import IdentitySuite, KeepingSuite
+from tests.service.face_suite_refusals import RefusalSuite
 from tiercache.config import Config
 from tiercache.service.face import KV
 from tiercache.service.inprocess import TierCache
@@ -49,6 +50,10 @@ class TestReading(ReadingSuite):
 
 
 class TestWriting(WritingSuite):
+    pass
+
+
+class TestRefusals(RefusalSuite):
     pass
 
 
