@@ -91,7 +91,8 @@ class Traffic:
         Returns when `want` slots are free, or no more can be had.
         """
         want = min(want, self._cache.residency.slots[position].capacity)
-        await self._room(position, want, deadline)
+        if deadline > self._clock.now():  # else what is now begun to be written to a disk could neither be waited for nor dropped
+            await self._room(position, want, deadline)
         moves, pool = self._cache.moves, self._cache.residency.slots[position]
         deadline = self._clock.now() + _COPY_PATIENCE
         while pool.free < want:
@@ -149,7 +150,7 @@ class Traffic:
             best, rounds = pool.free, 0
             while pool.free < self._high[position] and rounds < _FRUITLESS:
                 best, rounds = (pool.free, 1) if pool.free > best else (best, rounds + 1)
-                flights = self._mover.start(moves.make_room(position, self._high[position]))
+                flights = self._mover.start(moves.make_room(position, self._high[position], past=True))
                 if not flights and not moves.inflight.leaving[position]:
                     return
                 if flights:

@@ -33,11 +33,11 @@ class InFlight:
         self.leaving_to_disk = [0] * len(residency.tiers)
         """Of these, the slots whose blocks are being written to a durable tier."""
         self._parting: list[Counter[Node]] = [Counter() for _ in residency.tiers]
-        """How many children of a node are on their way out of a tier."""
+        """How many children of a node are on their way out of a tier, by copies between memories."""
         self._number = 0
 
     def parting(self, node: Node, position: int) -> int:
-        """Return how many children of the node are on their way out of the tier."""
+        """Return how many children of the node are on their way out of the tier, and not to a disk."""
         return self._parting[position].get(node, 0)
 
     def copied_away(self, position: int) -> int:
@@ -103,8 +103,9 @@ class InFlight:
         if drop_from is not None:
             self.leaving[drop_from] += drop_count
             self.leaving_to_disk[drop_from] += drop_count if residency.durable[to] else 0
-            transfer.parting = self._above(nodes, drop_count)
-            self._parting[drop_from][transfer.parting] += 1
+            if not residency.durable[to]:
+                transfer.parting = self._above(nodes, drop_count)
+                self._parting[drop_from][transfer.parting] += 1
         return transfer
 
     @staticmethod
@@ -131,11 +132,11 @@ class InFlight:
         if transfer.drop_from is not None:
             self.leaving[transfer.drop_from] -= transfer.drop_count
             self.leaving_to_disk[transfer.drop_from] -= transfer.drop_count if residency.durable[to] else 0
-            assert transfer.parting is not None
-            parting = self._parting[transfer.drop_from]
-            parting[transfer.parting] -= 1
-            if not parting[transfer.parting]:
-                del parting[transfer.parting]
+            if transfer.parting is not None:
+                parting = self._parting[transfer.drop_from]
+                parting[transfer.parting] -= 1
+                if not parting[transfer.parting]:
+                    del parting[transfer.parting]
         assert (table.generation[rows(transfer.blocks)] == transfer.generations).all(), "a block in flight was freed"
         for slot, charge in zip(transfer.slots_to, report.charges, strict=False):
             residency.slots[to].settle(slot, charge)
@@ -196,10 +197,14 @@ class InFlight:
         for node in reversed(done):
             if rest <= 0:
                 break
-            # A lease taken while the copy ran keeps the upper copy; the one below makes the next demotion free.
-            if len(node.blocks) <= rest and node.copies >> position & 1 and self.residency.is_free_to_lose(node, position):
+            # A lease taken while the copy ran keeps the upper copy, as does a child that came to a tier in between; the copy
+            # below makes the next demotion free.
+            if len(node.blocks) <= rest and node.copies >> position & 1 and self._may_lose(node, position):
                 self.residency.lose(node, position, Reason.DEMOTE)
             rest -= len(node.blocks)
+
+    def _may_lose(self, node: Node, position: int) -> bool:
+        return self.residency.is_free_to_lose(node, position) and self.residency.has_place_below(node, position)
 
     # --- discards ---------------------------------------------------------------------------------------------------------
 

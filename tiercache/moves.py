@@ -35,24 +35,34 @@ class Moves:
 
     # --- room -----------------------------------------------------------------------------------------------------------
 
-    def make_room(self, position: int, want: int, *, drop: bool = False, spare: bool = True) -> list[Work]:
+    def make_room(self, position: int, want: int, *, drop: bool = False, spare: bool = True, past: bool = False) -> list[Work]:
         """Free slots of the tier until `want` are free or will be, and return the moves that this needs.
 
         What can be freed at once is free when the call returns; the rest when the returned moves have completed. An empty
         list with fewer than `want` free slots, and nothing in flight, means that no more room can be had: everything else is
         in use. With `drop`, a victim that the tier below can't take now is evicted and counted. A durable tier can't: who asks
         for this has waited long enough, and is not to wait for a disk, nor for what is on its way there. Without `spare`, a
-        durable tier keeps the records of what lies further up, too.
+        durable tier keeps the records of what lies further up, too. With `past`, what the tier below can't take, as all that it
+        holds is leased or being written, goes past it: for who makes room ahead. A writer drops instead, since a block that a
+        disk is writing can neither be dropped nor waited for.
         """
         work: list[Work] = []
-        self._free(position, want, work, drop=drop, spare=spare)
+        self._free(position, want, work, drop=drop, spare=spare, past=past)
         work.extend(self.inflight.take_waste())  # the records of all victims in one discard
         return work
 
     def _free(
-        self, position: int, want: int, work: list[Work], *, drop: bool, spare: bool = True, keep: Node | None = None
+        self,
+        position: int,
+        want: int,
+        work: list[Work],
+        *,
+        drop: bool,
+        spare: bool = True,
+        past: bool = False,
+        keep: Node | None = None,
     ) -> None:
-        """Do what `make_room` says and add the transfers to `work`. `keep` is a node that loses no spare copy."""
+        """Do what `make_room` says and add the transfers to `work`; `keep` is a node that loses no spare copy."""
         residency = self.residency
         pool = residency.slots[position]
         bottom = position + 1 == len(residency.tiers)
@@ -73,9 +83,9 @@ class Moves:
                 residency.remove(self._tail(node, lack), Reason.EVICT)
             elif residency.has_place_below(node, position):
                 residency.lose(self._tail(node, lack), position, Reason.DEMOTE)
-            elif (planned := None if dry else self._plan_down(node, position, lack, work, drop=drop)) is None:
+            elif (planned := None if dry else self._plan_down(node, position, lack, work, drop=drop, past=past)) is None:
                 # Once the tier below has nothing to give, nobody is to ask it again for each of many victims.
-                dry = dry or not residency.slots[position + 1].free
+                dry = dry or not any(pool.free for pool in residency.slots[position + 1 : None if past else position + 2])
                 # What makes room below may have taken the node itself.
                 if drop and node.children is None and residency.is_free_to_lose(node, position):
                     residency.remove(self._tail(node, lack), Reason.DROP)
@@ -88,7 +98,7 @@ class Moves:
 
     def _is_next(self, node: Node, position: int) -> bool:
         """Return whether all children that the node has in the tier are on their way out of it, and not to a disk."""
-        if node.holds or self.residency.durable[position + 1]:
+        if node.holds:
             return False
         return self.inflight.parting(node, position) >= self.residency.kids(node, position) > 0
 
@@ -113,35 +123,47 @@ class Moves:
         for node in passed:
             spare[node] = None
 
-    def _plan_down(self, node: Node, position: int, lack: int, work: list[Work], *, drop: bool) -> Transfer | None:
-        """Plan to move up to `lack` blocks, `node`'s and those above it, into the tier below; return the move, if any."""
-        below = position + 1
-        if below in self.refusing:
-            return None
-        if not self.residency.durable[below]:
-            return self._plan_to_memory(node, position, lack, work, drop=drop)
-        return None if drop else self._plan_to_disk(node, position, lack, work)
+    def _plan_down(self, node: Node, position: int, lack: int, work: list[Work], *, drop: bool, past: bool) -> Transfer | None:
+        """Plan to move up to `lack` blocks, `node`'s and those above it, down; return the move, if any.
 
-    def _plan_to_memory(self, node: Node, position: int, lack: int, work: list[Work], *, drop: bool) -> Transfer | None:
-        below = position + 1
+        They go to the tier below; with `past`, beyond it where it has no slots and nothing is leaving it.
+        """
+        residency = self.residency
+        for below in range(position + 1, len(residency.tiers) if past else position + 2):
+            if below > position + 1 and (self._has_place_soon(below - 1) or residency.kids(node, below - 1)):
+                return None  # to be waited for; or a child would be faster than its parent
+            if below in self.refusing:
+                continue
+            if not residency.durable[below]:
+                planned = self._plan_to_memory(node, position, below, lack, work, drop=drop)
+            else:
+                planned = None if drop else self._plan_to_disk(node, position, below, lack, work)
+            if planned is not None:
+                return planned
+        return None
+
+    def _has_place_soon(self, position: int) -> bool:
+        """Return whether the tier has free slots, or will have some that are on their way out."""
+        return bool(self.residency.slots[position].free or self._soon_free(position, drop=False))
+
+    def _plan_to_memory(self, node: Node, position: int, below: int, lack: int, work: list[Work], *, drop: bool) -> Transfer | None:
         pool = self.residency.slots[below]
-        need = min(lack, sum(len(other.blocks) for other in self._run(node, position, lack)))
+        need = min(lack, sum(len(other.blocks) for other in self._run(node, position, below, lack)))
         if pool.free < need:
             self._free(below, need, work, drop=drop)
         if pool.free == 0 or not self.residency.is_free_to_lose(node, position):
             return None
-        run = self._cut(self._run(node, position, lack), min(lack, pool.free))
+        run = self._cut(self._run(node, position, below, lack), min(lack, pool.free))
         count = sum(len(other.blocks) for other in run)
         work.append(moved := self.inflight.begin(run, below, Reason.DEMOTE, drop_from=position, drop_count=count))
         return moved
 
-    def _plan_to_disk(self, node: Node, position: int, lack: int, work: list[Work]) -> Transfer | None:
+    def _plan_to_disk(self, node: Node, position: int, below: int, lack: int, work: list[Work]) -> Transfer | None:
         """Do what `_plan_down` says for a durable tier, which is closed itself.
 
         What it lacks of the way to the node goes with it, root first, as clean copies. Where that is more than one transfer
         takes, or than is free yet, the move copies the first part only, and frees nothing.
         """
-        below = position + 1
         pool = self.residency.slots[below]
         chain = self._missing(node, below)
         need = sum(len(other.blocks) for other in chain)
@@ -163,19 +185,19 @@ class Moves:
         if need > fits:
             work.append(ahead := self.inflight.begin(self._leading(chain, fits), below, Reason.COPY))
             return ahead
-        run = self._cut(self._run(node, position, lack), lack)
+        run = self._cut(self._run(node, position, below, lack), lack)
         count = sum(len(other.blocks) for other in run)
         chain = self._missing(node, below)  # anew: the run was cut
         work.append(moved := self.inflight.begin(chain, below, Reason.DEMOTE, drop_from=position, drop_count=count))
         return moved
 
-    def _run(self, node: Node, position: int, lack: int) -> list[Node]:
+    def _run(self, node: Node, position: int, below: int, lack: int) -> list[Node]:
         """Return the nodes, root first, that leave the tier in one move with its leaf `node`, as far as `lack` asks for them.
 
         A parent does when it was last used with its child, is a leaf of the tier once the child has gone, and is not below
         either: it would be the next victim. A prompt that was stored block by block thus goes down in one piece.
         """
-        residency, below = self.residency, position + 1
+        residency = self.residency
         run, count = [node], len(node.blocks)
         while count < lack:
             above = run[-1].parent
