@@ -1,4 +1,4 @@
-"""Reading over tiers, at the face: a copy is held open where it hurts, and every byte is compared. Positions: 0 HBM, 1 DRAM, 2 SSD."""
+"""Reading over tiers, at the face: copies are held open, and every byte is compared. Positions: 0 HBM, 1 DRAM, 2 SSD."""
 
 from __future__ import annotations
 
