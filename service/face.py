@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+from tiercache.leases import Refusal
 from tiercache.spec import KVSpec, Namespace
 from tiercache.types import Tier
 
@@ -19,12 +20,26 @@ if TYPE_CHECKING:
     import torch
 
 
-class Stored(NamedTuple):
-    """What became of an insert, in tokens of whole blocks: stored now, there already, and refused for want of room."""
-
+class _Counts(NamedTuple):
     stored: int
     present: int
     refused: int
+
+
+class Stored(_Counts):
+    """What became of an insert, in tokens of whole blocks: `stored` now, `present` already, and `refused`.
+
+    Together they are the whole blocks that were given. Those that are refused are not cached when the call returns, and come
+    after all others; `refused_because` says why, and is None where there are none. It is no part of the tuple.
+    """
+
+    refused_because: Refusal | None = None
+
+    def __new__(cls, stored: int, present: int, refused: int, refused_because: Refusal | None = None) -> Self:
+        """Return the three counts, with the reason beside them."""
+        self = super().__new__(cls, stored, present, refused)
+        self.refused_because = refused_because
+        return self
 
 
 class Extent(NamedTuple):

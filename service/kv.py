@@ -8,7 +8,7 @@ from typing import Any
 from tiercache.checks import integer
 from tiercache.errors import InvalidStart
 from tiercache.keys import pack_tokens
-from tiercache.leases import Reservation
+from tiercache.leases import Refusal, Reservation
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors
 from tiercache.service.desk import PENDING_SECONDS, Desk
@@ -75,7 +75,8 @@ class LocalKV:
 
         `tensor` is `[layers, parts, len(tokens) - start, kv_heads, head_dim]`. `start` is a block boundary up to which the
         prompt is cached: hold the hit that says so. Waits for room as long as the configuration allows, then the least
-        valuable blocks go; what finds no room all the same is refused. Raises InvalidTokens, InvalidTensor, InvalidStart.
+        valuable blocks go; what finds no room all the same is refused, and `refused_because` says why. Raises InvalidTokens,
+        InvalidTensor, InvalidStart.
         """
         spec, size = self.spec, self.spec.block_size
         packed = pack_tokens(tokens, limit=self._limit)
@@ -135,14 +136,16 @@ class LocalKV:
         whole = len(key) // desk.stride
         stored, reached = 0, first
         edition = desk.space.edition
+        refusal: Refusal | None = None
         while True:
             room = await desk.acquire(key, None, position)
             if room.present < reached or desk.space.edition != edition:
                 # What came before has left meanwhile, perhaps for what comes after it: to begin again might never end. And
                 # what was computed before a clear is not to come back after it.
                 desk.close(room)
+                reached, refusal = max(first, room.present), Refusal.DROPPED
                 break
-            reached = room.present
+            reached, refusal = room.present, room.refusal
             if room.other is not None:
                 desk.close(room)
                 if await desk.stack.traffic.wait_for(room.other, PENDING_SECONDS):
@@ -154,11 +157,13 @@ class LocalKV:
             done = await desk.stack.finishing.outlast(self._fill(room, planes, first))
             stored += done
             reached += done
+            if done < len(room.blocks):  # what came before was deleted while the bytes were copied
+                reached, refusal = max(first, min(reached, desk.covered(key))), Refusal.DROPPED
             if done == 0 or reached == whole:
                 break
         stored = min(stored, reached - first)  # what was deleted meanwhile was stored twice
         refused = whole - reached
-        return Stored(stored * size, (whole - first - stored - refused) * size, refused * size)
+        return Stored(stored * size, (reached - first - stored) * size, refused * size, refusal if refused else None)
 
     async def _fill(self, room: Reservation, planes: Any, first: int) -> int:
         """Copy into reserved slots and commit; return how many blocks were stored. Runs to its end whoever goes away."""

@@ -18,7 +18,6 @@ from tiercache.config import Config
 from tiercache.errors import StoreError
 from tiercache.keys import Digest, sha256
 from tiercache.leases import Lease
-from tiercache.moves import Work
 from tiercache.policy import LRU, PolicyFactory
 from tiercache.restore import Stored, restore
 from tiercache.service.finishing import Finishing
@@ -35,7 +34,7 @@ from tiercache.storage.ssd_values import LmdbValues
 from tiercache.storage.traffic import Traffic
 from tiercache.storage.workers import Lane, ThreadWorkers, Workers
 from tiercache.table import NOWHERE, rows
-from tiercache.transfer import Discard, Transfer
+from tiercache.transfer import Discard, Transfer, Work
 from tiercache.tree import path
 from tiercache.types import Tier
 
@@ -192,7 +191,7 @@ class Stack:
                     if node is not None and node.alive:
                         self.cache.stats.failed("absent")
                         self.cache.lose_block(node, block)
-                self.mover.start(self.cache.moves.take_waste())
+                self.mover.start(self.cache.inflight.take_waste())
                 if found.done:
                     return
         except StoreError as error:
@@ -208,7 +207,7 @@ class Stack:
         await self.finishing.wait()
         for session in list(self.cache.sessions):
             self.cache.end_session(session)
-        self.mover.start(self.cache.moves.take_waste())
+        self.mover.start(self.cache.inflight.take_waste())
         lost = 0
         try:
             async with asyncio.timeout(self._patience + self._config.drain_seconds):
@@ -327,7 +326,7 @@ class Stack:
 
     def sweep_waste(self) -> None:
         """Begin to discard the records of what has left the tree."""
-        self.mover.start(self.cache.moves.take_waste())
+        self.mover.start(self.cache.inflight.take_waste())
 
     def distrust(self, lease: Lease, block: int) -> None:
         """Remove a block that failed its check, and what follows it."""
@@ -341,7 +340,7 @@ class Stack:
         Raises StoreError when the store has not done so in time, or the cache closes first: then a restart may bring it back.
         """
         position = len(self.stores) - 1
-        self.mover.start(self.cache.moves.take_waste())
+        self.mover.start(self.cache.inflight.take_waste())
         if self._disk is None:
             return
 

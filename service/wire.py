@@ -306,13 +306,15 @@ class Places(_Reply, frozen=True, tag="places"):
 class Reserved(_Reply, frozen=True, tag="reserved"):
     """Slots for the new blocks, after `present` blocks that are cached; `pending` of them are another writer's now.
 
-    There are fewer places than blocks where there is no room. Their checksums are 0.
+    There are fewer places than blocks where there is no room; `refusal` says why, in a word of `tiercache.leases.Refusal`. The
+    checksums are 0.
     """
 
     reservation: int
     present: int
     pending: int
     places: bytes
+    refusal: str | None = None
 
 
 class Count(_Reply, frozen=True, tag="count"):

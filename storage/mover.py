@@ -12,10 +12,10 @@ import logging
 from collections.abc import Iterable
 
 from tiercache.errors import StoreError, Untrusted
-from tiercache.moves import Moves, Work
+from tiercache.moves import Moves
 from tiercache.stats import Stats
 from tiercache.storage.copier import Copier
-from tiercache.transfer import Discard, Report, State, Transfer
+from tiercache.transfer import Discard, Report, State, Transfer, Work
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Mover:
         flight.report = report
         more: list[Work] = []
         try:
-            more = self._moves.complete(transfer, report)
+            more = self._moves.inflight.complete(transfer, report)
         finally:  # whatever the books say, nobody is to wait for ever
             self._ended(flight, more)
 
@@ -168,7 +168,7 @@ class Mover:
                 self._failed(discard, error)
                 await asyncio.sleep(self._retry)
             else:
-                self._moves.discarded(discard)
+                self._moves.inflight.discarded(discard)
                 self._ended(flight, [])
                 return
         flight.undone = True

@@ -99,13 +99,14 @@ class Traffic:
         Returns when `want` slots are free, or no more can be had.
         """
         want = min(want, self._cache.residency.slots[position].capacity)
-        await self._room(position, want, deadline)
+        if deadline > self._clock.now():  # else what is now begun to be written to a disk could neither be waited for nor dropped
+            await self._room(position, want, deadline)
         moves, pool = self._cache.moves, self._cache.residency.slots[position]
         deadline = self._clock.now() + _COPY_PATIENCE
         while pool.free < want:
             self._mover.start(moves.make_room(position, want, drop=True))
             left = deadline - self._clock.now()
-            copied = moves.leaving[position] - moves.leaving_to_disk[position]
+            copied = moves.inflight.copied_away(position)
             if pool.free >= want or not copied or left <= 0 or not await self._mover.change(left):
                 break
 
@@ -157,8 +158,8 @@ class Traffic:
             best, rounds = pool.free, 0
             while pool.free < self._high[position] and rounds < _FRUITLESS:
                 best, rounds = (pool.free, 1) if pool.free > best else (best, rounds + 1)
-                flights = self._mover.start(moves.make_room(position, self._high[position]))
-                if not flights and not moves.leaving[position]:
+                flights = self._mover.start(moves.make_room(position, self._high[position], past=True))
+                if not flights and not moves.inflight.leaving[position]:
                     return
                 if flights:
                     for flight in flights:
@@ -193,7 +194,7 @@ class Traffic:
         promotion.done.set()
         if promotion.own is not None:
             self._cache.release(promotion.own)
-            self._mover.start(self._cache.moves.take_waste())  # what left the tree meanwhile had waited for that lease
+            self._mover.start(self._cache.inflight.take_waste())  # what left the tree meanwhile had waited for that lease
 
     async def _watch(self, promotion: Promotion) -> None:
         """Let readers have what is there when nothing more has come for a while: a disk that hangs is not waited for."""

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tiercache.moves import Work
 from tiercache.storage.copier import Copier
-from tiercache.transfer import Discard, Report, Transfer
+from tiercache.transfer import Discard, Report, Transfer, Work
 
 PATIENCE = 20.0
 """Seconds after which a test that waits for a step that never comes gives up. No test waits that long on purpose."""

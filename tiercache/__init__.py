@@ -42,6 +42,7 @@ from tiercache.errors import (
     Untrusted,
     VersionMismatch,
 )
+from tiercache.leases import Refusal
 from tiercache.spec import KVSpec, Namespace
 from tiercache.types import Tier
 
@@ -86,6 +87,7 @@ __all__ = [
     "MemoryRefused",
     "Namespace",
     "NoShare",
+    "Refusal",
     "Refused",
     "Share",
     "SocketRefused",

@@ -88,7 +88,7 @@ def _check_claims(cache: Cache, nodes: list[Node], faults: list[str]) -> None:
         if held != cache.residency.held[position]:
             faults.append(f"{held} blocks of {cache.tiers[position]} are leased, the books say {cache.residency.held[position]}")
     moves: Counter[int] = Counter()
-    for work in cache.moves.flying.values():
+    for work in cache.inflight.flying.values():
         if isinstance(work, Transfer):
             for node in cache.residency.owners(work.blocks):
                 moves[id(node)] += 1
@@ -112,7 +112,7 @@ def _check_slots(cache: Cache, faults: list[str]) -> None:
         if not np.array_equal(owned, pool.listed(SlotState.OWNED)):
             faults.append(f"{tier}: {len(owned)} slots belong to blocks, the pool says {len(pool.listed(SlotState.OWNED))}")
         held = [slot for (where, slot), _ in reserved if where == position]
-        for work in cache.moves.flying.values():
+        for work in cache.inflight.flying.values():
             if isinstance(work, Discard) and work.position == position:
                 held.extend(work.slots)
             elif isinstance(work, Transfer) and work.to == position:

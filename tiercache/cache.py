@@ -1,7 +1,7 @@
 """The core of one share of the tiers: requests come in, leases and reservations go out.
 
-Sans-I/O: nothing here waits, copies bytes, starts a thread or reads a clock. `tiercache.moves` plans what should move; the
-layers above execute it.
+Sans-I/O: nothing here waits, copies bytes, starts a thread or reads a clock. `tiercache.moves` plans what should move,
+`tiercache.inflight` commits what has moved; the layers above do the copying in between.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from itertools import groupby
 from operator import itemgetter
 
 from tiercache.changes import Reason
-from tiercache.leases import Lease, Quarantine, Reservation, Session
+from tiercache.inflight import InFlight
+from tiercache.leases import Lease, Quarantine, Refusal, Reservation, Session
 from tiercache.moves import Moves
 from tiercache.policy import LRU, PolicyFactory
 from tiercache.residency import Residency, Space
@@ -43,7 +44,8 @@ class Cache:
         pools = [slots[tier] for tier in tiers]
         self.residency = Residency(tiers, pools, [tier in durable for tier in tiers], policy)
         self.stats = Stats(self.tiers)
-        self.moves = Moves(self.residency, self.stats, batch_blocks=batch_blocks)
+        self.inflight = InFlight(self.residency, self.stats)
+        self.moves = Moves(self.residency, self.inflight, batch_blocks=batch_blocks)
         self.residency.listeners.append(self.stats.changed)
         self.sessions: set[Session] = set()
         self.pending: dict[tuple[Node, bytes], Reservation] = {}
@@ -170,7 +172,7 @@ class Cache:
         `after` is a lease on a prefix of the key (None: on nothing). The first slots are in the tier at `position`, or the
         fastest tier that holds the block before them, when that is slower; where a tier has too few free slots the rest goes
         further down. The answer comes at once with what there was: `reservation.blocks` may be fewer than asked for, and
-        none while another session writes the same blocks (`pending`).
+        none while another session writes the same blocks (`pending`); `reservation.refusal` says why.
         """
         stride = space.tree.stride
         at = after.blocks * stride if after is not None else 0
@@ -187,11 +189,14 @@ class Cache:
         rest = key[at : len(key) - len(key) % stride]
         reservation = Reservation(lease=lease, key=rest, blocks=self.residency.table.allocate(0), places=[], present=at // stride)
         session.reservations.add(reservation)
-        if not rest or not node.alive or lease.stale:
+        if not rest:
+            return reservation
+        if not node.alive or lease.stale:
+            reservation.refusal = Refusal.DROPPED
             return reservation
         other = self.pending.get((node, rest[:stride]))
         if other is not None:
-            reservation.other = other
+            reservation.other, reservation.refusal = other, Refusal.PENDING
             reservation.pending = _common_blocks(other.key[other.committed * stride :], rest, stride)
             reservation.key = b""
             return reservation
@@ -396,13 +401,34 @@ class Cache:
         residency = self.residency
         policy = reservation.lease.space.policy
         places: list[tuple[int, int]] = []
-        while len(places) < count and position < len(self.tiers) and not residency.durable[position]:
-            if policy.admit(position, count - len(places)):
-                places.extend((position, slot) for slot in residency.slots[position].take(count - len(places)))
-            position += 1
+        asked = [place for place in range(position, len(self.tiers)) if not residency.durable[place]]
+        wanted = True
+        for place in asked:
+            if len(places) == count:
+                break
+            if not policy.admit(place, count - len(places)):
+                wanted = False
+                continue
+            places.extend((place, slot) for slot in residency.slots[place].take(count - len(places)))
+        if len(places) < count:
+            reservation.refusal = self._shortage(reservation.lease, count, asked) if wanted else Refusal.NOT_ADMITTED
         reservation.places = places
         reservation.blocks = residency.table.allocate(len(places))
         reservation.key = reservation.key[: len(places) * reservation.lease.space.tree.stride]
+
+    def _shortage(self, lease: Lease, count: int, asked: Sequence[int]) -> Refusal:
+        """Return why the tiers at the positions `asked` have no slots for `count` blocks after those of `lease`."""
+        pools = self.residency.slots
+        memory = [place for place in range(len(self.tiers)) if not self.residency.durable[place]]
+        # What they follow can't go down for them: a child is never in a faster tier than its parent.
+        if count > sum(pools[place].capacity for place in asked) or lease.blocks + count > sum(
+            pools[place].capacity for place in memory
+        ):
+            return Refusal.TOO_LARGE
+        own = self.tiers_of(lease)
+        if any(self.residency.held[place] > own.get(place, 0) for place in memory):
+            return Refusal.LEASED
+        return Refusal.NO_ROOM
 
     def _announce(self, reservation: Reservation) -> None:
         stride = reservation.lease.space.tree.stride

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,6 +55,25 @@ class Lease:
         return self.released
 
 
+class Refusal(enum.StrEnum):
+    """Why blocks that were given to be stored are not cached."""
+
+    TOO_LARGE = "too large"
+    """All tiers in memory that may take them are smaller, were they empty."""
+    LEASED = "leased"
+    """There is no room, and leases hold other blocks in memory: readers, pins."""
+    NO_ROOM = "no room"
+    """There is no room: what else is there is being written or moved."""
+    PENDING = "pending"
+    """Another writer holds them, and has not ended in time."""
+    NOT_ADMITTED = "not admitted"
+    """The policy does not want them."""
+    DROPPED = "dropped"
+    """What they follow, or they themselves, have left again before the call returned: deleted, or given up for room."""
+    UNREACHED = "unreached"
+    """There was no daemon that could be asked, or used; the client's `misses` say why."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Reservation:
     """Slots for new blocks that come after a lease's path; they are the writer's until they are committed or given back.
@@ -70,6 +90,8 @@ class Reservation:
     pending: int = 0
     committed: int = 0
     closed: bool = False
+    refusal: Refusal | None = None
+    """Why there are fewer blocks than were asked for."""
     other: Reservation | None = field(default=None, repr=False)
     """The reservation that holds the pending blocks."""
     on_close: list[Callable[[], None]] = field(default_factory=list, repr=False)

@@ -1,8 +1,6 @@
-"""What should move: room, promotions, copies to a durable tier; and what a finished move changes.
+"""What should move: room, promotions, and copies to a durable tier.
 
-Plans are made and committed here, in steps that never wait; `tiercache.storage.mover` executes them in between. A plan
-reserves its destination slots, marks its nodes, and from then on owns both until `complete` takes its report: a caller that
-goes away changes nothing about it.
+Plans are made here, in steps that never wait; `tiercache.inflight` keeps them from then on, and the mover executes them.
 
 Room is made strictly downwards. A tier's spare copies go first, then the policy's victims: one with a copy further down just
 loses the upper one, another is copied down first. What becomes a leaf of its tier when a copy between memories has ended is
@@ -11,20 +9,14 @@ waited for: it is not passed over for one that was used later. Nobody waits for 
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 
 from tiercache.changes import Reason
-from tiercache.keys import ROOT_KEY
+from tiercache.inflight import InFlight
 from tiercache.residency import Residency
-from tiercache.stats import Stats
-from tiercache.table import rows
-from tiercache.transfer import Discard, Report, State, Transfer
-from tiercache.tree import BLOCK_IDS, Node, ancestry
+from tiercache.transfer import Transfer, Work
+from tiercache.tree import Node, ancestry
 
-Work = Transfer | Discard
 _TRIES = 32
 """Victims that could not be moved before a call for room gives up."""
 _AHEAD = 8
@@ -32,44 +24,54 @@ _AHEAD = 8
 
 
 class Moves:
-    """Plans and commits the moves of one residency. `batch_blocks` is the most that one transfer to a durable tier takes."""
+    """Plans the moves of one residency. `batch_blocks` is the most that one transfer to a durable tier takes."""
 
-    def __init__(self, residency: Residency, stats: Stats, *, batch_blocks: int) -> None:
+    def __init__(self, residency: Residency, inflight: InFlight, *, batch_blocks: int) -> None:
         self.residency = residency
-        self._stats = stats
-        self.flying: dict[int, Work] = {}
-        """Planned and not yet complete, by number."""
-        self.leaving = [0] * len(residency.tiers)
-        """Slots of each tier that moves in flight will free when they succeed."""
-        self.leaving_to_disk = [0] * len(residency.tiers)
-        """Of these, the slots whose blocks are being written to a durable tier."""
+        self.inflight = inflight
         self.refusing: set[int] = set()
         """Positions of tiers whose store fails: nothing is planned into them."""
         self.blind: set[int] = set()
         """Positions of tiers whose store reads nothing: what only they hold is promised to nobody."""
-        self._parting: list[Counter[Node]] = [Counter() for _ in residency.tiers]
-        """How many children of a node are on their way out of a tier."""
         self._batch = max(1, batch_blocks)
-        self._number = 0
 
     # --- room -----------------------------------------------------------------------------------------------------------
 
-    def make_room(self, position: int, want: int, *, drop: bool = False, spare: bool = True) -> list[Work]:
+    def make_room(self, position: int, want: int, *, drop: bool = False, spare: bool = True, past: bool = False) -> list[Work]:
         """Free slots of the tier until `want` are free or will be, and return the moves that this needs.
 
         What can be freed at once is free when the call returns; the rest when the returned moves have completed. An empty
         list with fewer than `want` free slots, and nothing in flight, means that no more room can be had: everything else is
         in use. With `drop`, a victim that the tier below can't take now is evicted and counted. A durable tier can't: who asks
-        for this has waited long enough, and is not to wait for a disk, nor for what is on its way there.
+        for this has waited long enough, and is not to wait for a disk, nor for what is on its way there. Without `spare`, a
+        durable tier keeps the records of what lies further up, too. With `past`, what the tier below can't take, as all that it
+        holds is leased or being written, goes past it: for who makes room ahead. A writer drops instead, since a block that a
+        disk is writing can neither be dropped nor waited for.
         """
+        work: list[Work] = []
+        self._free(position, want, work, drop=drop, spare=spare, past=past)
+        work.extend(self.inflight.take_waste())  # the records of all victims in one discard
+        return work
+
+    def _free(
+        self,
+        position: int,
+        want: int,
+        work: list[Work],
+        *,
+        drop: bool,
+        spare: bool = True,
+        past: bool = False,
+        keep: Node | None = None,
+    ) -> None:
+        """Do what `make_room` says and add the transfers to `work`; `keep` is a node that loses no spare copy."""
         residency = self.residency
         pool = residency.slots[position]
-        work: list[Work] = []
         bottom = position + 1 == len(residency.tiers)
         # Spare copies of the last tier go last where they outlive the process; elsewhere they are of no use to anybody.
         lasting = bottom and residency.durable[position]
         if not lasting:
-            self._drop_spare(position, want, drop=drop)
+            self._drop_spare(position, want, drop=drop, keep=keep)
         stuck, dry = 0, False
         for node in residency.payers.victims(position):
             lack = want - pool.free - self._soon_free(position, drop=drop)
@@ -81,12 +83,11 @@ class Moves:
                 continue
             if bottom:
                 residency.remove(self._tail(node, lack), Reason.EVICT)
-                self._collect_waste(position, work)
             elif residency.has_place_below(node, position):
                 residency.lose(self._tail(node, lack), position, Reason.DEMOTE)
-            elif (planned := None if dry else self._plan_down(node, position, position + 1, lack, work, drop=drop)) is None:
+            elif (planned := None if dry else self._plan_down(node, position, lack, work, drop=drop, past=past)) is None:
                 # Once the tier below has nothing to give, nobody is to ask it again for each of many victims.
-                dry = dry or not residency.slots[position + 1].free
+                dry = dry or not any(pool.free for pool in residency.slots[position + 1 : None if past else position + 2])
                 # What makes room below may have taken the node itself.
                 if drop and node.children is None and residency.is_free_to_lose(node, position):
                     residency.remove(self._tail(node, lack), Reason.DROP)
@@ -95,27 +96,27 @@ class Moves:
             elif not planned.drop_count:
                 stuck += _AHEAD  # it will free nothing yet; not every long chain is to be written ahead for one slot
         if lasting and spare:
-            self._drop_spare(position, want, drop=drop)
-        work.extend(self.take_waste())
-        return work
+            self._drop_spare(position, want, drop=drop, keep=keep)
 
     def _is_next(self, node: Node, position: int) -> bool:
         """Return whether all children that the node has in the tier are on their way out of it, and not to a disk."""
-        if node.holds or self.residency.durable[position + 1]:
+        if node.holds:
             return False
-        return self._parting[position].get(node, 0) >= self.residency.kids(node, position) > 0
+        return self.inflight.parting(node, position) >= self.residency.kids(node, position) > 0
 
     def _soon_free(self, position: int, *, drop: bool) -> int:
-        """Return how many slots moves in flight will free; who may drop doesn't count on a disk."""
-        return self.leaving[position] - (self.leaving_to_disk[position] if drop else 0)
+        """Return how many slots moves in flight, and discards, will free; who may drop doesn't count on a disk."""
+        inflight = self.inflight
+        leaving = inflight.copied_away(position) if drop else inflight.leaving[position]
+        return leaving + len(self.residency.waste[position])
 
-    def _drop_spare(self, position: int, want: int, *, drop: bool) -> None:
+    def _drop_spare(self, position: int, want: int, *, drop: bool, keep: Node | None) -> None:
         residency, pool = self.residency, self.residency.slots[position]
         spare = residency.spare[position]
         passed: list[Node] = []
-        while spare and (lack := want - pool.free - self._soon_free(position, drop=drop) - len(residency.waste[position])) > 0:
+        while spare and (lack := want - pool.free - self._soon_free(position, drop=drop)) > 0:
             node, _ = spare.popitem(last=False)
-            if not residency.is_free_to_lose(node, position):
+            if node is keep or not residency.is_free_to_lose(node, position):
                 passed.append(node)
                 continue
             spare[node] = None
@@ -124,42 +125,72 @@ class Moves:
         for node in passed:
             spare[node] = None
 
-    def _plan_down(self, node: Node, position: int, below: int, lack: int, work: list[Work], *, drop: bool) -> Transfer | None:
-        """Plan to move up to `lack` blocks, `node`'s and those above it, into the tier below; return the move, if any.
+    def _plan_down(self, node: Node, position: int, lack: int, work: list[Work], *, drop: bool, past: bool) -> Transfer | None:
+        """Plan to move up to `lack` blocks, `node`'s and those above it, down; return the move, if any.
 
-        Where a durable tier must be given more first than one transfer takes, the move copies only, and frees nothing.
+        They go to the tier below; with `past`, beyond it where it has no slots and nothing is leaving it.
         """
-        residency, pool = self.residency, self.residency.slots[below]
-        if below in self.refusing or (drop and residency.durable[below]):
+        residency = self.residency
+        for below in range(position + 1, len(residency.tiers) if past else position + 2):
+            if below > position + 1 and (self._has_place_soon(below - 1) or residency.kids(node, below - 1)):
+                return None  # to be waited for; or a child would be faster than its parent
+            if below in self.refusing:
+                continue
+            if not residency.durable[below]:
+                planned = self._plan_to_memory(node, position, below, lack, work, drop=drop)
+            else:
+                planned = None if drop else self._plan_to_disk(node, position, below, lack, work)
+            if planned is not None:
+                return planned
+        return None
+
+    def _has_place_soon(self, position: int) -> bool:
+        """Return whether the tier has free slots, or will have some that are on their way out."""
+        return bool(self.residency.slots[position].free or self._soon_free(position, drop=False))
+
+    def _plan_to_memory(self, node: Node, position: int, below: int, lack: int, work: list[Work], *, drop: bool) -> Transfer | None:
+        pool = self.residency.slots[below]
+        need = min(lack, sum(len(other.blocks) for other in self._run(node, position, below, lack)))
+        if pool.free < need:
+            self._free(below, need, work, drop=drop)
+        if pool.free == 0 or not self.residency.is_free_to_lose(node, position):
             return None
-        if not residency.durable[below]:
-            need = min(lack, sum(len(other.blocks) for other in self._run(node, position, below, lack)))
-            if pool.free < need:
-                work.extend(self.make_room(below, need, drop=drop))
-            if pool.free == 0 or not residency.is_free_to_lose(node, position):
-                return None
-            run = self._cut(self._run(node, position, below, lack), min(lack, pool.free))
-            count = sum(len(other.blocks) for other in run)
-            work.append(moved := self._begin(run, below, Reason.DEMOTE, drop_from=position, drop_count=count))
-            return moved
-        # A durable tier is closed itself: what it lacks of the way to the tail goes with it, root first, as clean copies.
+        run = self._cut(self._run(node, position, below, lack), min(lack, pool.free))
+        count = sum(len(other.blocks) for other in run)
+        work.append(moved := self.inflight.begin(run, below, Reason.DEMOTE, drop_from=position, drop_count=count))
+        return moved
+
+    def _plan_to_disk(self, node: Node, position: int, below: int, lack: int, work: list[Work]) -> Transfer | None:
+        """Do what `_plan_down` says for a durable tier, which is closed itself.
+
+        What it lacks of the way to the node goes with it, root first, as clean copies. Where that is more than one transfer
+        takes, or than is free yet, the move copies the first part only, and frees nothing.
+        """
+        pool = self.residency.slots[below]
         chain = self._missing(node, below)
         need = sum(len(other.blocks) for other in chain)
         if not chain or not self._continues(chain[0], below):
             return None  # the part before is on its way; its blocks commit first
         if pool.free < need:
-            work.extend(self.make_room(below, need, drop=drop))
-            chain = self._missing(node, below)
+            # Nothing is written ahead of what can't follow, and nothing goes for it: that would begin anew with every call.
+            # Of the path, only the last record there is a leaf of the tier; while that is kept none of it goes for its own end.
+            above = chain[0].parent
+            assert above is not None
+            if need + sum(len(other.blocks) for other in ancestry(above)) > pool.capacity:
+                return None
+            self._free(below, need, work, drop=False, keep=above)
+            if pool.free + self._soon_free(below, drop=False) < need:
+                return None
         fits = min(pool.free, self._batch)
-        if fits == 0 or not node.alive or not chain or not self._continues(chain[0], below):
+        if fits == 0:
             return None
         if need > fits:
-            work.append(ahead := self._begin(self._leading(chain, fits), below, Reason.COPY))
+            work.append(ahead := self.inflight.begin(self._leading(chain, fits), below, Reason.COPY))
             return ahead
         run = self._cut(self._run(node, position, below, lack), lack)
         count = sum(len(other.blocks) for other in run)
         chain = self._missing(node, below)  # anew: the run was cut
-        work.append(moved := self._begin(chain, below, Reason.DEMOTE, drop_from=position, drop_count=count))
+        work.append(moved := self.inflight.begin(chain, below, Reason.DEMOTE, drop_from=position, drop_count=count))
         return moved
 
     def _run(self, node: Node, position: int, below: int, lack: int) -> list[Node]:
@@ -257,7 +288,7 @@ class Moves:
         chosen = self._leading(nodes, count)
         if not chosen:
             return None
-        return self._begin(chosen, position, Reason.PROMOTE, layerwise=layerwise)
+        return self.inflight.begin(chosen, position, Reason.PROMOTE, layerwise=layerwise)
 
     def plan_persist(self, end: Node, position: int) -> Transfer | None:
         """Plan to copy what the durable tier lacks of the path to `end`, root first, as far as slots are free."""
@@ -267,188 +298,7 @@ class Moves:
         if not self._continues(nodes[0], position):
             return None  # the part before is on its way; its blocks commit first
         nodes = self._leading(nodes, min(self._batch, self.residency.slots[position].free))
-        return self._begin(nodes, position, Reason.COPY) if nodes else None
-
-    # --- begin and complete -----------------------------------------------------------------------------------------------
-
-    def _begin(
-        self,
-        nodes: Sequence[Node],
-        to: int,
-        reason: Reason,
-        *,
-        drop_from: int | None = None,
-        drop_count: int = 0,
-        layerwise: bool = False,
-    ) -> Transfer:
-        residency, table = self.residency, self.residency.table
-        blocks = array(BLOCK_IDS)
-        sources: list[int] = []
-        slots_from: list[int] = []
-        for node in nodes:
-            tag = node.tag
-            assert tag is not None and node.alive
-            blocks.extend(node.blocks)
-            sources.extend([tag] * len(node.blocks))
-            slots_from.extend(table.slots(node.blocks, tag))
-        index = rows(blocks)
-        slots_to = residency.slots[to].take(len(blocks))
-        assert len(slots_to) == len(blocks)
-        residency.begin_move(nodes, to)
-        above = nodes[0].parent
-        assert above is not None
-        space = nodes[0].space
-        keyed = any(residency.durable[source] for source in sources)
-        self._number += 1
-        transfer = Transfer(
-            number=self._number,
-            end=nodes[-1],
-            blocks=blocks,
-            generations=table.generation[index],
-            sources=sources,
-            slots_from=slots_from,
-            to=to,
-            slots_to=slots_to,
-            checksums=table.checksum[index].tolist(),
-            symbols=b"".join(node.key for node in nodes),
-            stride=space.tree.stride,
-            namespace=space.digest,
-            parent_key=table.keys(above.blocks[-1:])[0] if above.parent is not None else ROOT_KEY,
-            keys=table.keys(blocks) if keyed else None,
-            reason=reason,
-            drop_from=drop_from,
-            drop_count=drop_count,
-            layerwise=layerwise,
-        )
-        self.flying[transfer.number] = transfer
-        if drop_from is not None:
-            self.leaving[drop_from] += drop_count
-            self.leaving_to_disk[drop_from] += drop_count if residency.durable[to] else 0
-            transfer.parting = self._above(nodes, drop_count)
-            self._parting[drop_from][transfer.parting] += 1
-        return transfer
-
-    @staticmethod
-    def _above(nodes: Sequence[Node], count: int) -> Node:
-        """Return the parent of the first of the last nodes of a chain that make up `count` blocks."""
-        node = nodes[-1]
-        for node in reversed(nodes):
-            count -= len(node.blocks)
-            if count <= 0:
-                break
-        assert node.parent is not None
-        return node.parent
-
-    def complete(self, transfer: Transfer, report: Report) -> list[Work]:
-        """Commit the blocks that arrived, in chain order, give back what did not, and return the moves that this entails.
-
-        A block is committed only when its node is still in the tree, it is the same block as when the transfer began, and its
-        parent is where the destination needs it; the first that is not ends the commit.
-        """
-        residency, table, to = self.residency, self.residency.table, transfer.to
-        assert transfer.state is not State.DONE
-        transfer.state = State.DONE
-        del self.flying[transfer.number]
-        if transfer.drop_from is not None:
-            self.leaving[transfer.drop_from] -= transfer.drop_count
-            self.leaving_to_disk[transfer.drop_from] -= transfer.drop_count if residency.durable[to] else 0
-            assert transfer.parting is not None
-            parting = self._parting[transfer.drop_from]
-            parting[transfer.parting] -= 1
-            if not parting[transfer.parting]:
-                del parting[transfer.parting]
-        assert (table.generation[rows(transfer.blocks)] == transfer.generations).all(), "a block in flight was freed"
-        for slot, charge in zip(transfer.slots_to, report.charges, strict=False):
-            residency.slots[to].settle(slot, charge)
-        done: list[Node] = []
-        failed: list[Node] = []
-        at = 0
-        for node in residency.owners(transfer.blocks):
-            fits = min(len(node.blocks), report.arrived - at) if not failed else 0
-            at += len(node.blocks)
-            if fits == 0 or not node.alive or not self._parent_is_there(node, to, done):
-                failed.append(node)
-            elif fits < len(node.blocks):
-                done.append(residency.split(node, fits))
-                failed.append(node)
-            else:
-                done.append(node)
-        self._commit(transfer, done, report)
-        for node in [*done, *failed]:
-            residency.end_move(node, to)
-        committed = sum(len(node.blocks) for node in done)
-        if residency.durable[to]:  # what was written and not committed has a record
-            residency.waste[to].extend(transfer.slots_to[committed : report.arrived])
-            residency.slots[to].give(transfer.slots_to[max(committed, report.arrived) :])
-        else:
-            residency.slots[to].give(transfer.slots_to[committed:])
-        self._drop_upper(transfer, done, failed)
-        if transfer.reason is Reason.PROMOTE and done:
-            residency.touch(done[-1])
-        if report.rotten and committed == report.arrived and failed:
-            residency.distrust(failed[0])
-        return self.take_waste()
-
-    def _parent_is_there(self, node: Node, to: int, done: Sequence[Node]) -> bool:
-        parent = node.parent
-        if parent is None or parent.parent is None or (done and parent is done[-1]):
-            return True
-        if self.residency.durable[to]:
-            return bool(parent.copies >> to & 1)
-        tag = parent.tag
-        return tag is not None and tag <= to
-
-    def _commit(self, transfer: Transfer, done: Sequence[Node], report: Report) -> None:
-        residency, table = self.residency, self.residency.table
-        slots = iter(transfer.slots_to)
-        keys = iter(report.keys)
-        for source in transfer.sources[: sum(len(node.blocks) for node in done)]:
-            self._stats.copied[residency.tiers[source], residency.tiers[transfer.to]] += 1
-        for node in done:
-            for block, key in zip(node.blocks, islice(keys, len(node.blocks)), strict=False):
-                table.key[block] = memoryview(key)
-            residency.gain(node, transfer.to, list(islice(slots, len(node.blocks))), transfer.reason)
-
-    def _drop_upper(self, transfer: Transfer, done: Sequence[Node], failed: Sequence[Node]) -> None:
-        if transfer.drop_from is None:
-            return
-        position = transfer.drop_from
-        rest = transfer.drop_count - sum(len(node.blocks) for node in failed)
-        for node in reversed(done):
-            if rest <= 0:
-                break
-            # A lease taken while the copy ran keeps the upper copy; the one below makes the next demotion free.
-            if len(node.blocks) <= rest and node.copies >> position & 1 and self.residency.is_free_to_lose(node, position):
-                self.residency.lose(node, position, Reason.DEMOTE)
-            rest -= len(node.blocks)
-
-    # --- discards ---------------------------------------------------------------------------------------------------------
-
-    def take_waste(self) -> list[Work]:
-        """Return the discards for all slots whose records are to go."""
-        work: list[Work] = []
-        for position in range(len(self.residency.tiers)):
-            self._collect_waste(position, work)
-        return work
-
-    def _collect_waste(self, position: int, work: list[Work]) -> None:
-        slots = self.residency.waste[position]
-        if not slots:
-            return
-        self.residency.waste[position] = []
-        self._number += 1
-        discard = Discard(number=self._number, position=position, slots=slots)
-        self.flying[discard.number] = discard
-        self.leaving[position] += len(slots)
-        work.append(discard)
-
-    def discarded(self, discard: Discard) -> None:
-        """Free the slots of a discard whose records are gone."""
-        assert discard.state is not State.DONE
-        discard.state = State.DONE
-        del self.flying[discard.number]
-        self.leaving[discard.position] -= len(discard.slots)
-        self.residency.slots[discard.position].give(discard.slots)
+        return self.inflight.begin(nodes, position, Reason.COPY) if nodes else None
 
 
 def _until(nodes: Iterable[Node], stop: Callable[[Node], bool]) -> Iterator[Node]:

@@ -70,6 +70,10 @@ class Discard:
     state: State = State.RESERVED
 
 
+Work = Transfer | Discard
+"""What the mover executes."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Report:
     """What became of a transfer: how many leading blocks arrived, and why not more.

@@ -10,6 +10,7 @@ from tiercache.checks import hashable, integer, seconds
 from tiercache.errors import InvalidConfig, InvalidStart, TierCacheError
 from tiercache.kernels.host import Bytes
 from tiercache.keys import pack_tokens
+from tiercache.leases import Refusal
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors, wire
 from tiercache.service.client import copies
@@ -118,9 +119,9 @@ class RemoteKV:
 
         `tensor` is `[layers, parts, len(tokens) - start, kv_heads, head_dim]`. `start` is a block boundary up to which the
         prompt is cached: hold the hit that says so. Waits for room as long as the daemon's configuration allows, then the least
-        valuable blocks go; what finds no room all the same is refused, and everything when the daemon does not answer. Raises
-        InvalidTokens, InvalidTensor, InvalidStart. After a reconnect a start that is not cached any more is no mistake of the
-        caller's: then everything is refused.
+        valuable blocks go; what finds no room all the same is refused, and everything when the daemon does not answer;
+        `refused_because` says why. Raises InvalidTokens, InvalidTensor, InvalidStart. After a reconnect a start that is not
+        cached any more is no mistake of the caller's: then everything is refused.
 
         If the caller is cancelled while bytes are copied, the copy goes on, the slots are given back after it, and nothing is
         committed: what the tensor held by then is not known.
@@ -317,6 +318,7 @@ class RemoteKV:
         size = self._spec.block_size
         whole = len(key) // self._stride
         stored, reached = 0, first
+        refusal: Refusal | None = None
         while whole:
             room = await self._reserve(key, tier, wait=True)
             if room.present < reached or not room.places:
@@ -324,17 +326,24 @@ class RemoteKV:
                 # it: to begin again might never end.
                 room.close()
                 self._require_start(room, first, stored)
-                reached = max(reached, room.present)
+                refusal = Refusal.DROPPED if room.answered and room.present < reached else room.refusal
+                if room.answered:
+                    reached = max(first, room.present)
                 break
             reached = room.present
             done = await self._fill(room, planes, first)
-            stored += done
-            reached += done
+            if done is None:
+                refusal = Refusal.UNREACHED
+                break
+            stored, reached, refusal = stored + done, reached + done, room.refusal
+            if done < len(room.places):  # what came before was deleted while the bytes were copied
+                there = await self._count(wire.Covered, key) // size
+                reached, refusal = max(first, min(reached, there)), Refusal.DROPPED
             if done == 0 or reached >= whole:
                 break
         stored = min(stored, reached - first)  # what was deleted meanwhile was stored twice
         refused = whole - reached
-        return Stored(stored * size, (whole - first - stored - refused) * size, refused * size)
+        return Stored(stored * size, (reached - first - stored) * size, refused * size, refusal if refused else None)
 
     def _require_start(self, room: Reserved, first: int, stored: int) -> None:
         size = self._spec.block_size
@@ -347,24 +356,24 @@ class RemoteKV:
             return
         raise InvalidStart(message, value=first * size, cached=cached)
 
-    async def _fill(self, room: Reserved, planes: Bytes, first: int) -> int:
-        """Copy into reserved slots and commit; return how many blocks were stored."""
+    async def _fill(self, room: Reserved, planes: Bytes, first: int) -> int | None:
+        """Copy into reserved slots and commit; return how many blocks were stored, None when there was no memory or answer."""
         copying = self._house.finishing.start(self._house.workers.run(Lane.COPY, _scatter, room, planes, first))
         try:
             sums = await asyncio.shield(copying)
         except OSError as error:
             room.close()
             self._house.counts.missed("unmapped", str(error))
-            return 0
+            return None
         except BaseException:
             # The thread may still be writing, and what it reads may be the caller's again: neither free nor cached.
             copying.add_done_callback(lambda _: room.close())
             raise
         try:
-            await room.commit(len(room.places), sums)
+            answered = await room.commit(len(room.places), sums)
         finally:
             room.close()
-        return room.committed
+        return room.committed if answered else None
 
 
 def _scatter(room: Reserved, planes: Bytes, first: int) -> list[int]:

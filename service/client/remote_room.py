@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 from tiercache.checks import integer
 from tiercache.errors import InvalidStart, LeaseReleased
 from tiercache.kernels.host import Bytes
+from tiercache.leases import Refusal
 from tiercache.service import tensors, wire
 from tiercache.service.client import copies
 from tiercache.service.client.counts import Miss
@@ -34,7 +35,9 @@ class Reserved:
         self._slots: list[Bytes] | None = None
         self.present = reply.present if reply is not None else 0
         self.pending = reply.pending if reply is not None else 0
-        self.places = self._read(handle, reply) if handle is not None and reply is not None else []
+        places = self._read(handle, reply) if handle is not None and reply is not None else None
+        self.places = places or []
+        self.refusal = _refusal(reply.refusal) if reply is not None and places is not None else Refusal.UNREACHED
         self.number = reply.reservation if reply is not None else None
         self.answered = reply is not None
         self.committed = 0
@@ -72,14 +75,21 @@ class Reserved:
             self._handle.connection.close_reservation(self._reply.reservation)
         self.closed = True
 
-    def _read(self, handle: Handle, reply: wire.Reserved) -> list[wire.Place]:
+    def _read(self, handle: Handle, reply: wire.Reserved) -> list[wire.Place] | None:
         try:
             copies.require_places(handle.arenas, reply.places)
             places = wire.unpack_places(reply.places)
         except ValueError as error:
             self._house.counts.missed("malformed", str(error))
-            return []
+            return None
         return places
+
+
+def _refusal(word: str | None) -> Refusal | None:
+    if word is None:
+        return None
+    # A later daemon may know more words: whatever it says, there was no room for these blocks.
+    return Refusal(word) if word in list(Refusal) else Refusal.NO_ROOM
 
 
 class RemoteRoom:

@@ -126,7 +126,7 @@ class _Daemon(Collector):
             missed.add_metric([label], figures.missed)
             clipped.add_metric([label], figures.clips)
             blocks.add_metric([label], stack.cache.residency.table.live)
-            flying.add_metric([label], len(stack.cache.moves.flying))
+            flying.add_metric([label], len(stack.cache.inflight.flying))
             for (before, after, reason), count in figures.moved.items():
                 moved.add_metric([label, str(before or "none"), str(after or "none"), reason.value], count)
             for (source, target), count in figures.copied.items():

@@ -117,7 +117,7 @@ def figures(stack: Stack) -> dict[str, Any]:
         "blocks": cache.residency.table.live,
         "leases": sum(len(session.leases) for session in cache.sessions),
         "reservations": sum(len(session.reservations) for session in cache.sessions),
-        "in_flight": len(cache.moves.flying),
+        "in_flight": len(cache.inflight.flying),
     }
 
 

@@ -14,6 +14,7 @@ import torch
 
 from tiercache.errors import Closed, InvalidInput, InvalidTokens, LeaseLost
 from tiercache.keys import pack_tokens, unpack_tokens
+from tiercache.leases import Refusal
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service.face import Stored
 from tiercache.service.runners.generation import Generation, Stream
@@ -61,6 +62,8 @@ class Runner:
         self.spec = spec_of(model, block_size)
         self.faults: Counter[str] = Counter()
         """How often the cache failed, by call and error, such as `layer: LeaseLost`."""
+        self.refused: Counter[Refusal] = Counter()
+        """Tokens whose KV the cache did not take, by reason."""
         self._model = model
         self._tokenizer = tokenizer
         self._kv = kv
@@ -219,7 +222,10 @@ class Runner:
 
     async def _insert(self, run: _Prefilled, room: Room, new: list[int], row: int = 0) -> Stored | None:
         known = run.request.prompt + new[:-1]  # the last token was never an input: it has no KV yet
-        return await run.prefix.insert(known, room.kv(0, len(known), row=row))
+        inserted = await run.prefix.insert(known, room.kv(0, len(known), row=row))
+        if inserted is not None and inserted.refused_because is not None:
+            self.refused[inserted.refused_because] += inserted.refused
+        return inserted
 
     async def _finish(self, run: _Prefilled, new: list[int], stream: Stream) -> None:
         inserted = await self._insert(run, run.room, new)

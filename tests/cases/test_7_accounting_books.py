@@ -113,7 +113,7 @@ def test_a1_usage_never_exceeds_the_budget(seed: int) -> None:
                 keys = house._copy(work, arrived)
                 charges = [random_.choice([3, 4]) for _ in keys]
                 charged += sum(charges)
-                house.start(house.cache.moves.complete(work, Report(arrived=arrived, keys=keys, charges=charges)))
+                house.start(house.cache.inflight.complete(work, Report(arrived=arrived, keys=keys, charges=charges)))
             elif work in house.held:
                 house.finish(work)
         house.check()

@@ -18,14 +18,13 @@ from tiercache.cache import Cache
 from tiercache.errors import StoreError
 from tiercache.keys import Digest, block_keys, pack_tokens, sha256
 from tiercache.leases import Lease, Reservation, Session
-from tiercache.moves import Work
 from tiercache.policy import LRU, PolicyFactory
 from tiercache.residency import Space
 from tiercache.restore import Stored, restore
 from tiercache.slots import SlotState
 from tiercache.spec import Geometry
 from tiercache.storage.slots import SlotPool
-from tiercache.transfer import Discard, Report, State, Transfer
+from tiercache.transfer import Discard, Report, State, Transfer, Work
 from tiercache.tree import Node, path, subtree
 from tiercache.types import Tier
 
@@ -139,7 +138,7 @@ class House:
         self.cache.release(lease)
         done = self.fill(room, key, edition=edition)
         self.cache.close(room)
-        self.start(self.cache.moves.take_waste())
+        self.start(self.cache.inflight.take_waste())
         return done
 
     def fill(self, room: Reservation, key: bytes, *, upto: int | None = None, edition: int = 0) -> int:
@@ -170,7 +169,7 @@ class House:
             yield lease
         finally:
             self.cache.release(lease)
-            self.start(self.cache.moves.take_waste())
+            self.start(self.cache.inflight.take_waste())
 
     def compare(self, lease: Lease) -> None:
         """Compare what a lease covers with the oracle, in every tier that has it."""
@@ -239,13 +238,13 @@ class House:
     def delete(self, tokens: Sequence[int], name: str = "a") -> int:
         """Delete a prompt and discard its records; return how many blocks of it went."""
         removed = self.cache.delete(self.space(name), self.key(tokens))
-        self.start(self.cache.moves.take_waste())
+        self.start(self.cache.inflight.take_waste())
         return removed
 
     def clear(self, name: str = "a") -> int:
         """Clear a namespace and discard its records."""
         removed = self.cache.clear(self.space(name))
-        self.start(self.cache.moves.take_waste())
+        self.start(self.cache.inflight.take_waste())
         return removed
 
     # --- moves ------------------------------------------------------------------------------------------------------------
@@ -269,13 +268,13 @@ class House:
             for slot in work.slots:
                 self.records.pop(slot, None)
                 self.bytes[SSD].pop(slot, None)
-            self.cache.moves.discarded(work)
+            self.cache.inflight.discarded(work)
             return
         count = work.count if arrived is None else arrived
         keys = self._copy(work, count)
         error = StoreError("the copy failed") if count < work.count else None
         report = Report(arrived=count, error=error, rotten=rotten, keys=keys)
-        self.start(self.cache.moves.complete(work, report))
+        self.start(self.cache.inflight.complete(work, report))
 
     def _copy(self, transfer: Transfer, count: int) -> list[bytes]:
         durable = transfer.to == SSD

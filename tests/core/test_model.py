@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.core.house import DRAM, HBM, SSD, House
 from tiercache.leases import Lease, Reservation
-from tiercache.moves import Work
-from tiercache.transfer import Discard, Transfer
+from tiercache.transfer import Discard, Transfer, Work
 from tiercache.tree import path, subtree
 
 TOKENS = st.lists(st.integers(1, 3), min_size=1, max_size=7)
@@ -77,7 +76,7 @@ class Life(RuleBasedStateMachine):
         block = data.draw(st.integers(0, lease.blocks - 1))
         with self.removing():
             self.house.cache.distrust(lease, block)
-        self.house.start(self.house.cache.moves.take_waste())
+        self.house.start(self.house.cache.inflight.take_waste())
 
     # --- writers ----------------------------------------------------------------------------------------------------------
 
@@ -204,7 +203,7 @@ class Life(RuleBasedStateMachine):
         house.settle()
         for session in list(house.cache.sessions):
             house.cache.end_session(session)
-        house.start(house.cache.moves.take_waste())
+        house.start(house.cache.inflight.take_waste())
         house.check()
         assert house.cache.residency.buried_held == 0
         house.evict_all()

@@ -154,7 +154,7 @@ def test_m4_a_failed_write_leaves_the_node_where_it_was() -> None:
     assert house.pools[DRAM].free == 0
     assert house.get(X) == 4
     assert (house.tags(X), house.in_use()[SSD], house.held) == ([DRAM] * 4, 0, [])
-    assert house.cache.moves.leaving == [0, 0, 0]
+    assert house.cache.inflight.leaving == [0, 0, 0]
     house.check()
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.core.house import DRAM, HBM, SSD, House
 from tiercache.changes import Reason
-from tiercache.moves import Work
-from tiercache.transfer import Discard, Transfer
+from tiercache.transfer import Discard, Transfer, Work
 
 
 def transfers(house: House) -> list[Transfer]:
@@ -64,9 +65,9 @@ def test_room_that_is_on_its_way_is_not_asked_for_again() -> None:
     house.start([*first, *more])
 
     assert (len(first), again, len(more)) == (1, [], 1)
-    assert house.cache.moves.leaving[HBM] == 3
+    assert house.cache.inflight.leaving[HBM] == 3
     house.settle()
-    assert house.cache.moves.leaving == [0, 0, 0]
+    assert house.cache.inflight.leaving == [0, 0, 0]
     assert house.pools[HBM].free == 7
     house.check()
 
@@ -220,7 +221,7 @@ def test_who_may_drop_waits_for_no_disk() -> None:
     assert [house.tags([token]) for token in (1, 2, 3, 4)] == [[DRAM], [], [DRAM], [DRAM]], "the oldest is being written"
     house.settle()
     house.check()
-    assert house.cache.moves.leaving_to_disk == [0, 0, 0]
+    assert house.cache.inflight.leaving_to_disk == [0, 0, 0]
 
 
 def test_a_dry_tier_below_is_asked_once() -> None:
@@ -230,13 +231,13 @@ def test_a_dry_tier_below_is_asked_once() -> None:
         house.put([token])
     house.holding = True
     asked: list[int] = []
-    make_room = house.cache.moves.make_room
+    free = house.cache.moves._free
 
-    def counting(position: int, want: int, *, drop: bool = False, spare: bool = True) -> list[Work]:
+    def counting(position: int, want: int, work: list[Work], **how: Any) -> None:
         asked.append(position)
-        return make_room(position, want, drop=drop, spare=spare)
+        free(position, want, work, **how)
 
-    house.cache.moves.make_room = counting  # type: ignore[method-assign]
+    house.cache.moves._free = counting  # type: ignore[method-assign]
     house.start(house.cache.moves.make_room(HBM, 1))
 
     assert asked == [HBM, DRAM, SSD]

@@ -20,6 +20,7 @@ FACE = {
     "Tier",
     # what is told
     "Extent",
+    "Refusal",
     "Stored",
     # the configuration
     "Config",

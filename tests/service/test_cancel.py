@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -285,40 +284,6 @@ async def test_a_disk_that_refuses_leaves_all_in_memory(tmp_path: Path, seed: in
         await sink(cache)
         assert await read(kv, tokens) == BLOCKS * SIZE
         await require_clean(cache)
-
-
-async def test_two_hundred_rounds_do_not_drift(tmp_path: Path, seed: int) -> None:
-    """Promotions that are cancelled or fail at random steps leave as many slots free after 200 rounds as before."""
-    rig = Rig()
-    rig.copies.chunk = 1
-    choose = random.Random(seed)
-    neighbour, tokens = prompt(seed, NEIGHBOUR), prompt(seed + 1, BLOCKS)
-    async with opened_kv(config_of(tmp_path), rig) as (cache, kv):
-        await store(kv, neighbour)
-        await on_disk(cache, kv, tokens)
-        before = Books(cache, counters=False)
-        for _ in range(200):
-            kind, to, numbers = choose.choice([("blocks", 1, BLOCKS), ("layer", 0, 4), ("verify", 0, 1)])
-            number, after = choose.randrange(numbers), choose.random() < 0.5
-            call = choose.choice([ready, gather, last_layer, prefetch])
-            if choose.random() < 0.5:
-                rig.copies.fail(kind, StoreError("injected"), to=to, number=number, after=after)
-                await call(kv, tokens)
-            else:
-                hold = rig.copies.hold(kind, to=to, number=number, after=after)
-                waiter = asyncio.ensure_future(call(kv, tokens))
-                if kind == "blocks" or call is prefetch:
-                    await hold.reached()
-                await wind_down(waiter)
-            rig.copies.release()
-            await cache.settle()
-            assert leases(cache) == 0
-            await sink(cache)
-
-        assert Books(cache, counters=False) == before
-        assert stack_of(cache).cache.stats.failures["StoreError"] > 20
-        await require_clean(cache)
-        assert await read(kv, tokens) == BLOCKS * SIZE and await read(kv, neighbour) == NEIGHBOUR * SIZE
 
 
 async def test_an_insert_that_waits_for_another_writer_goes_away(seed: int) -> None:

@@ -12,6 +12,7 @@ from tests.service.caches import opened
 from tests.service.face_suite import OpenCache, Opened, ReadingSuite, WritingSuite
 from tests.service.face_suite_keeping import IdentitySuite, KeepingSuite
 from tests.service.face_suite_prefetch import PrefetchSuite
+from tests.service.face_suite_refusals import RefusalSuite
 from tiercache.config import Config
 from tiercache.service.face import KV
 from tiercache.service.inprocess import TierCache
@@ -52,6 +53,10 @@ class TestReading(ReadingSuite):
 
 
 class TestWriting(WritingSuite):
+    pass
+
+
+class TestRefusals(RefusalSuite):
     pass
 
 

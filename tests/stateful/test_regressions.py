@@ -8,6 +8,7 @@ import pytest
 
 from tests.stateful.world import SHAPES, World
 from tiercache.errors import InvalidStart
+from tiercache.leases import Refusal
 from tiercache.types import Tier
 
 
@@ -35,7 +36,10 @@ def test_a_room_after_a_hit_that_was_deleted_holds_nothing_of_what_followed_it(w
 
 
 def test_an_insert_ends_when_what_it_stored_is_drained_before_the_rest_finds_room() -> None:
-    """An insert never stores the same blocks again and again because draining takes them as soon as they are there."""
+    """An insert never stores the same blocks again and again because draining takes them as soon as they are there.
+
+    What it stored and what has gone again is refused like the rest: it is not there when the call returns.
+    """
     world = World(SHAPES[6], 0, held=False)
     try:
         run = world.loop.run
@@ -46,10 +50,11 @@ def test_an_insert_ends_when_what_it_stored_is_drained_before_the_rest_finds_roo
         prompt = [2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
 
         stored = run(world.kvs[1].insert(prompt, world.tensor(1, prompt)), limit=2000)
+        there = world.kvs[1]._desk.covered(world.kvs[1]._key(prompt))
         for room in rooms:
             run(room.__aexit__(None, None, None))
 
-        assert stored == (4, 0, 8)
+        assert (stored, there) == ((0, 0, 12), 0) and stored.refused_because is Refusal.DROPPED
         run(world.cache.check())
     finally:
         world.end()

@@ -15,6 +15,7 @@ from tests.service.client.daemons import running
 from tests.service.face_suite import OpenCache, Opened, ReadingSuite, WritingSuite
 from tests.service.face_suite_keeping import IdentitySuite, KeepingSuite
 from tests.service.face_suite_prefetch import PrefetchSuite
+from tests.service.face_suite_refusals import RefusalSuite
 from tiercache.config import Config
 from tiercache.service.client.blocking import BlockingClient, BlockingHit, BlockingKV, BlockingRoom
 from tiercache.service.client.client import Client, connect
@@ -166,6 +167,10 @@ class TestReading(ReadingSuite):
 
 
 class TestWriting(WritingSuite):
+    pass
+
+
+class TestRefusals(RefusalSuite):
     pass
 
 

@@ -31,6 +31,7 @@ from tiercache.errors import (
     StaleHandle,
     UnsupportedSpec,
 )
+from tiercache.leases import Refusal
 from tiercache.service import wire
 from tiercache.service.client.client import BackOff, Client, connect
 from tiercache.service.client.remote_kv import RemoteKV
@@ -140,7 +141,8 @@ async def test_places_that_can_not_be_are_a_miss(fake: FakeDaemon, places: bytes
         async with kv.match(TOKENS) as hit:
             assert hit.tokens == SIZE and await hit.ready() == 0
             assert (await hit.gather()).shape[2] == 0
-        assert await kv.insert(TOKENS, kv_of(TOKENS)) == (0, 0, 4 * SIZE)
+        outcome = await kv.insert(TOKENS, kv_of(TOKENS))
+        assert outcome == (0, 0, 4 * SIZE) and outcome.refused_because is Refusal.UNREACHED
         assert client.stats().misses["malformed"] == 2
 
 
@@ -361,6 +363,50 @@ async def test_a_new_session_is_made_in_the_background(fake: FakeDaemon) -> None
     assert raw(view) == kept
 
 
+@pytest.mark.parametrize("there", [0, 1, 2], ids=["none left", "one left", "both left"])
+async def test_what_was_deleted_while_an_insert_copied_is_not_counted(fake: FakeDaemon, there: int) -> None:
+    """Two blocks were there at the reserve, and the commit takes nothing: the counts say what is there afterwards."""
+    fake.answers[wire.Reserve] = lambda asked: wire.Reserved(
+        id=asked.id, reservation=1, present=2, pending=0, places=wire.pack_places([0, 0], [0, 1], [0, 0], [0, 0])
+    )
+    fake.answers[wire.Commit] = lambda asked: wire.Count(id=asked.id, count=0)
+    fake.answers[wire.Covered] = lambda asked: wire.Count(id=asked.id, count=there)
+    async with connect(fake.address) as client:
+        outcome = await (await client.open(SPACE, SPEC)).insert(TOKENS, kv_of(TOKENS))
+
+    assert outcome == (0, there * SIZE, (4 - there) * SIZE) and outcome.refused_because is Refusal.DROPPED
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"), [("leased", Refusal.LEASED), ("a reason of tomorrow", Refusal.NO_ROOM)], ids=["known", "unknown"]
+)
+async def test_the_daemons_reason_is_the_clients(fake: FakeDaemon, word: str, reason: Refusal) -> None:
+    """A word that this client does not know says no more than that there was no room."""
+    fake.answers[wire.Reserve] = lambda asked: wire.Reserved(
+        id=asked.id, reservation=1, present=1, pending=0, places=b"", refusal=word
+    )
+    async with connect(fake.address) as client:
+        outcome = await (await client.open(SPACE, SPEC)).insert(TOKENS, kv_of(TOKENS))
+
+    assert outcome == (0, SIZE, 3 * SIZE) and outcome.refused_because is reason
+
+
+async def test_an_insert_without_an_answer_says_so(fake: FakeDaemon) -> None:
+    """To the reserve, and to the commit: what the daemon did not say it took is refused."""
+    async with connect(fake.address) as client:
+        kv = await client.open(SPACE, SPEC)
+        fake.answers[wire.Reserve] = lambda asked: wire.Failed(id=asked.id, kind="LimitReached", message="no")
+        first = await kv.insert(TOKENS, kv_of(TOKENS))
+        fake.answers[wire.Reserve] = lambda asked: wire.Reserved(
+            id=asked.id, reservation=1, present=2, pending=0, places=wire.pack_places([0, 0], [0, 1], [0, 0], [0, 0])
+        )
+        fake.answers[wire.Commit] = lambda asked: wire.Failed(id=asked.id, kind="UnknownHandle", message="no")
+        second = await kv.insert(TOKENS, kv_of(TOKENS))
+
+    assert (first, second) == ((0, 0, 4 * SIZE), (0, 2 * SIZE, 2 * SIZE))
+    assert first.refused_because is second.refused_because is Refusal.UNREACHED
+
+
 async def test_a_start_that_is_not_cached(fake: FakeDaemon) -> None:
     """Is the caller's mistake within one session, and nobody's after a reconnect."""
     async with connect(fake.address, back_off=AT_ONCE) as client:
@@ -372,7 +418,8 @@ async def test_a_start_that_is_not_cached(fake: FakeDaemon) -> None:
         await until(lambda: client.boot is None)
         await client.connected()
 
-        assert await kv.insert(TOKENS, part, start=2 * SIZE) == (0, 0, 2 * SIZE)
+        outcome = await kv.insert(TOKENS, part, start=2 * SIZE)
+        assert outcome == (0, 0, 2 * SIZE) and outcome.refused_because is Refusal.DROPPED
         assert client.stats().misses["lost"] == 1
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.service.runners.conftest import BLOCK, Letters
 from tiercache.config import Config
+from tiercache.leases import Refusal
 from tiercache.service.inprocess import TierCache
 from tiercache.service.runners.hf import Runner, spec_of
 from tiercache.spec import Namespace
@@ -41,3 +42,19 @@ async def test_text_is_the_same_while_blocks_move_and_leave(
         await cache.check()
 
     assert hits
+
+
+async def test_what_the_cache_refuses_is_counted_by_reason(tiny_model: Any) -> None:
+    """A prompt that no tier can hold whole: the text is there, the first two blocks are kept, and the rest is counted."""
+    spec = spec_of(tiny_model, BLOCK)
+    prompt = list(range(1, 8 * BLOCK))
+    async with TierCache(Config.of(hbm=2 * spec.block_bytes)) as cache:
+        kv = await cache.open(SPACE, spec)
+        async with Runner(tiny_model, Letters(), kv, block_size=BLOCK) as runner:
+            found = await runner.generate(prompt, max_new_tokens=4)
+            counted, faults = dict(runner.refused), dict(runner.faults)
+
+        assert found.inserted is not None and found.inserted.stored == 2 * BLOCK
+        assert found.inserted.refused_because is Refusal.TOO_LARGE
+        assert (counted, faults) == ({Refusal.TOO_LARGE: found.inserted.refused}, {})
+        await cache.check()
