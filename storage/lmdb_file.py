@@ -119,7 +119,7 @@ def mend_values(path: Path) -> int:
 def _broken(path: Path) -> Iterator[None]:
     try:
         yield
-    except (StoreError, struct.error) as error:
+    except StoreError as error:
         raise StoreError(f"{path} is no whole LMDB file: {error}", path=str(path), broken=True) from error
 
 
@@ -133,6 +133,8 @@ def _newest(descriptor: int) -> _Meta:
 
 def _meta(descriptor: int, offset: int) -> _Meta:
     page = os.pread(descriptor, _HEAD + _META.size, offset)
+    if len(page) < _HEAD + _META.size:
+        raise StoreError(f"no meta page at {offset}")
     flags = struct.unpack_from("<H", page, 10)[0]
     fields = _META.unpack_from(page, _HEAD)
     if not flags & _IS_META or fields[0] != _MAGIC or fields[1] != _VERSION:
@@ -155,7 +157,7 @@ class _Walk:
         self._lengths: list[_Numbers] = []
 
     def run(self) -> None:
-        """Read all. Raises StoreError, and struct.error."""
+        """Read all. Raises StoreError."""
         trees = [self._meta.main]
         while trees:
             for nodes in self._tree(trees.pop()):
@@ -216,7 +218,7 @@ class _Walk:
 
     def _read(self, numbers: _Numbers) -> NDArray[np.uint8]:
         """Return the pages `numbers`, ascending, as rows. Runs are read at once, and all are asked for before the first is."""
-        starts = np.flatnonzero(np.diff(numbers, prepend=-1) != 1)
+        starts = np.flatnonzero(np.diff(numbers, prepend=-9) != 1)
         lengths = np.diff(starts, append=len(numbers))
         runs = list(zip(starts.tolist(), numbers[starts].tolist(), lengths.tolist(), strict=True))
         if len(runs) > 1:
@@ -294,5 +296,5 @@ class _Walk:
             numbers = listed[1 : 1 + listed[0]][::-1]
             if (np.diff(numbers) < 1).any():
                 raise StoreError("a list of free pages out of order")
-            starts = np.flatnonzero(np.diff(numbers, prepend=-1) != 1)
+            starts = np.flatnonzero(np.diff(numbers, prepend=-9) != 1)
             self._note(numbers[starts], np.diff(starts, append=len(numbers)), self._meta.last_page + 1)

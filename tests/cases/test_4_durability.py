@@ -85,7 +85,7 @@ def recomputed(directory: Path, spec: KVSpec) -> list[int]:
 
 @each_spec
 def test_s3_another_process_finds_what_was_stored(tmp_path: Path, seed: int, spec: KVSpec) -> None:
-    """20 prompts, demoted, stopped; under another hash seed the same hits, exact; one deleted stays so; usage is what files hold."""
+    """20 prompts, demoted, stopped; under another hash seed the same hits, exact; one deleted stays so; usage is the files'."""
     seed %= 1 << 24
 
     async def fill() -> None:
