@@ -65,7 +65,7 @@ class _Nodes(NamedTuple):
     """The nodes of some pages: of branches the pages they lead to, of leaves where in `bytes` their data is and how long."""
 
     children: _Numbers
-    count: int
+    total: int
     flags: _Numbers
     begins: _Numbers
     sizes: _Numbers
@@ -200,7 +200,7 @@ class _Walk:
                     branches += len(numbers)
                 else:
                     leaves += len(numbers)
-                    entries += nodes.count
+                    entries += nodes.total
                     yield nodes
             level = np.concatenate(below) if below else level
         if (branches, leaves, entries) != (tree.branches, tree.leaves, tree.entries):
@@ -260,7 +260,9 @@ class _Walk:
     def _data(self, nodes: _Nodes) -> list[_Tree]:
         """Note the pages of the large values of some leaves, and return the trees that lie in them."""
         self._values.append(self._pages_of(nodes, np.flatnonzero(nodes.flags & _BIG)))
-        return [_Tree.of(_TREE.unpack_from(nodes.bytes, begin)) for begin in nodes.begins[nodes.flags & _SUBTREE != 0].tolist()]
+        return [
+            _Tree.of(_TREE.unpack_from(nodes.bytes.data, begin)) for begin in nodes.begins[nodes.flags & _SUBTREE != 0].tolist()
+        ]
 
     def _pages_of(self, nodes: _Nodes, big: NDArray[np.intp]) -> tuple[_Numbers, _Numbers]:
         places = nodes.begins[big][:, None] + np.arange(8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
@@ -20,7 +20,7 @@ BIG = 3 * PAGE - 16
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[Path]:
+def file(tmp_path: Path) -> Path:
     """A file with two named trees of two levels, large values in one, and a list of free pages that has pages of its own."""
     with lmdb.open(str(tmp_path), map_size=1 << 28, max_dbs=2) as environment:
         rows, values = environment.open_db(b"rows"), environment.open_db(b"values")
