@@ -53,7 +53,7 @@ def block_bytes(tokens: list[int], block: int, *, plain: bool = False) -> NDArra
     """Return the oracle's bytes of a block of a prompt, `[planes, unit_bytes]`; `plain` ones have few values and can be packed."""
     packed = pack_tokens(tokens[: (block + 1) * SPEC.block_size], limit=1 << 20)
     whole = oracle_block(SPACE.digest(SPEC), packed, SPEC.geometry)
-    return whole & 0x07 if plain else whole
+    return whole & np.uint8(7) if plain else whole
 
 
 async def write(kv: LocalKV, tokens: list[int], *, plain: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_s3_another_process_finds_what_was_stored(tmp_path: Path, seed: int, spe
     asyncio.run(fill())
     # 2**32 seeds at most: two processes hash the word alike once in 4 thousand million runs.
     environment = os.environ | {"PYTHONHASHSEED": "12345"}
-    command = [sys.executable, "-c", READER, tmp_path / "ssd", str(seed), "alone" if spec is LARGE else "grouped"]
+    command = [sys.executable, "-c", READER, str(tmp_path / "ssd"), str(seed), "alone" if spec is LARGE else "grouped"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     hits, usage, hashed = json.loads(done.stdout)
@@ -110,13 +111,19 @@ def test_s3_another_process_finds_what_was_stored(tmp_path: Path, seed: int, spe
         assert usage == recomputed(tmp_path / "ssd", spec)
 
 
-@each_spec
-async def test_s3_eviction_starts_at_the_limit(tmp_path: Path, seed: int, spec: KVSpec) -> None:
-    """Filling on after a restart evicts from the first block on that has no room, not from twice the limit; files stay bounded."""
+@pytest.mark.parametrize(("spec", "ended"), [(SPEC, "stopped"), (LARGE, "stopped"), (LARGE, "killed")])
+async def test_s3_eviction_starts_at_the_limit(tmp_path: Path, seed: int, spec: KVSpec, ended: str) -> None:
+    """Filling on after a stop or a kill evicts from the first block on that has no room, not from twice the limit; files end."""
     config = small(hbm=4, dram=4, ssd=66, directory=tmp_path / "ssd", spec=spec, admit_ms=60_000)
-    async with opened_kv(config, spec=spec) as (_, kv):
+    async with opened_kv(config, spec=spec) as (cache, kv):
         for number in range(PROMPTS):
             await store(kv, prompt(seed + number, 3))
+        if ended == "killed":
+            await sink(cache)
+            shutil.copytree(tmp_path / "ssd", tmp_path / "then")  # the files as a kill leaves them
+    if ended == "killed":
+        shutil.rmtree(tmp_path / "ssd")
+        (tmp_path / "then").rename(tmp_path / "ssd")
 
     async with opened_kv(config, spec=spec) as (cache, kv):
         await swept(cache)

@@ -288,7 +288,10 @@ def test_s2_reasons_are_a_closed_set() -> None:
 
 
 def _format(other: int) -> Callable[[Path], None]:
-    return lambda path: (path / "format.json").write_text(json.dumps({"format": other, "boot": None})) and None
+    def change(path: Path) -> None:
+        (path / "format.json").write_text(json.dumps({"format": other, "boot": None}))
+
+    return change
 
 
 def _no_format(path: Path) -> None:
@@ -401,9 +404,9 @@ async def test_s2_a_daemon_starts_on_another_format(tmp_path: Path, seed: int) -
     with own_process(config) as daemon:
         async with connect(daemon.address, deadline=60.0) as client:
             await client.connected()
-            kv = await client.open(SPACE, LARGE)
-            assert await read(kv, tokens) == 0
-            await store(kv, tokens)
-            assert await kv.flush(tokens) == 3 * SIZE and await read(kv, tokens) == 3 * SIZE
+            remote = await client.open(SPACE, LARGE)
+            assert await read(remote, tokens) == 0
+            await store(remote, tokens)
+            assert await remote.flush(tokens) == 3 * SIZE and await read(remote, tokens) == 3 * SIZE
 
     assert (tmp_path / "ssd/set-aside-1/metadata/data.mdb").exists()
