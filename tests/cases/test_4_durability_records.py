@@ -375,7 +375,10 @@ async def test_s2_what_was_set_aside_can_be_put_back(tmp_path: Path, seed: int) 
 
 
 async def test_s2_only_the_last_files_set_aside_are_kept(tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """A directory that changes hands between two versions again and again does not fill the disk; what goes is logged."""
+    """A directory that changes hands between two versions again and again does not fill the disk; what goes is logged.
+
+    There is no setting that wipes at once: a bound on what is kept does for the disk, and a wrong number loses nothing at first.
+    """
     ssd = tmp_path / "ssd"
     config = small(spec=LARGE, directory=ssd)
     (ssd / "set-aside-notes").mkdir(parents=True)

@@ -23,6 +23,7 @@ from tiercache.spec import Geometry, KVSpec, Namespace
 from tiercache.storage.checksum import checksum
 from tiercache.storage.codec import Codec
 from tiercache.storage.directory import FORMAT
+from tiercache.storage.lmdb_env import PAGE as LMDB_PAGE
 from tiercache.storage.metadata import Metadata
 from tiercache.storage.records import VERSION, Encoding, Payload, RecordFormat
 from tiercache.storage.ssd import SsdTier
@@ -291,13 +292,13 @@ def test_the_sizes_are_the_page_s(block_bytes: int) -> None:
     layout = SsdLayout.of(geometry, capacity_bytes=1 << 30, batch_bytes=1 << 20, packed=True)
 
     record = 216 + 64 + block_bytes
-    assert layout.record == record and layout.shape["page"] == 4096
+    assert layout.record == record and layout.shape["page"] == LMDB_PAGE
     if block_bytes < 16 * 1024:
         group = max(1, 32768 // record)
         assert (layout.group, layout.packs) == (group, group == 1) and (group == 1 or layout.raw_value == group * record)
     else:
-        pages = -(-(record + 16) // 4096)
-        assert (layout.group, layout.raw_value, layout.packed_value) == (1, pages * 4096 - 16, pages * 3 // 4 * 4096 - 16)
+        pages = -(-(record + 16) // LMDB_PAGE)
+        assert (layout.group, layout.raw_value, layout.packed_value) == (1, pages * LMDB_PAGE - 16, pages * 3 // 4 * LMDB_PAGE - 16)
 
 
 def test_the_table_of_rows_is_the_code_s(tmp_path: Path) -> None:
