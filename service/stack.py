@@ -181,10 +181,14 @@ class Stack:
         """Delete what nothing names, and drop what metadata names and data lacks with all that follows it."""
         position = len(self.stores) - 1
         residency = self.cache.residency
+        now = residency.slots[position].generations
+        before = now.copy()
         try:
             while True:
                 found = await self._workers.run(Lane.READ, disk.reconcile)
-                [blocks] = np.isin(residency.table.slot[position], found.absent).nonzero()
+                # By now a reader may have missed it, too: its slot was freed, and may hold a good block that was put since.
+                absent = [slot for slot in found.absent if now[slot] == before[slot]]
+                [blocks] = np.isin(residency.table.slot[position], absent).nonzero()
                 for block in blocks.tolist():
                     owner = residency.table.owner[block]  # anew each time: what follows a block that is gone has gone with it
                     node = residency.nodes[owner] if owner != NOWHERE else None

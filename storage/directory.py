@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
+import shutil
 from pathlib import Path
 
 import msgspec
 
 from tiercache.errors import DirectoryLocked, DirectoryRefused
 
+log = logging.getLogger(__name__)
+
 FORMAT = 1
 """The number of the directory's format. A change that this version's readers can't read gets the next one."""
 LOCK, RECORD, METADATA, BLOCKS = "lock", "format.json", "metadata", "blocks"
 _ASIDE = "set-aside-"
+ASIDE_KEPT = 2
+"""Folders of files set aside that are kept, the latest ones: each may be as large as the tier, and only a person empties them."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 # A mapped file is only coherent, and flock only exclusive, on this machine. FUSE by name: ext4 and ntfs come that way too.
@@ -35,7 +41,7 @@ class DataDirectory:
     """The directory at `path`, created with mode 0700 if absent, owned by this object until `close`.
 
     Ownership is an exclusive flock on the file `lock` in it: it follows the file, so no alias of the path gets around it, and
-    it goes with its process however that dies. `aside` is where a directory of another format was moved to, or None.
+    it goes with its process however that dies. `aside` is the folder that what can't be used was moved to, or None.
 
     With `sync=False` nothing is ordered on disk until the end, so that a loss of power can leave files that LMDB may crash on
     when it reads them: the directory is marked with the machine's boot, and one marked with an earlier boot is set aside.
@@ -75,16 +81,18 @@ class DataDirectory:
         """Where the data environments lie, a folder for each geometry."""
         return self.path / BLOCKS
 
-    def set_aside(self, *names: str) -> Path:
-        """Move the entries `names`, relative to the directory, into a new folder in it, and return that folder.
+    def set_aside(self, *names: str, why: str) -> Path:
+        """Move the entries `names`, relative to the directory, into a folder in it, say so in the log, and return that folder.
 
-        Nothing is deleted. The format record goes last: a move that was cut short is then taken up by the next owner.
+        One folder takes what one owner sets aside. Only `ASIDE_KEPT` folders are kept: older ones are deleted, which is said in
+        the log, too. The format record goes last: a move that was cut short is then taken up by the next owner.
         """
         try:
-            taken = [entry.name.removeprefix(_ASIDE) for entry in self.path.glob(f"{_ASIDE}*")]
-            number = 1 + max((int(text) for text in taken if text.isdecimal()), default=0)
-            target = self.path / f"{_ASIDE}{number}"
-            target.mkdir(mode=0o700)
+            target = self.aside
+            if target is None or any((target / name).exists() for name in names):
+                number = 1 + max(self._set_aside(), default=0)
+                target = self.path / f"{_ASIDE}{number}"
+                target.mkdir(mode=0o700)
             for name in sorted(names, key=lambda name: name == RECORD):
                 if (self.path / name).exists():
                     (target / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -92,7 +100,14 @@ class DataDirectory:
             sync_folder(self.path)
         except OSError as error:
             raise _refused(self.path, error) from error
+        log.warning("%s: %s; what it held is kept in %s", self.path, why, target.name)
         self.aside = target
+        for number in sorted(self._set_aside())[:-ASIDE_KEPT]:
+            try:
+                shutil.rmtree(self.path / f"{_ASIDE}{number}")
+                log.warning("%s: %s%d is deleted; only the last %d are kept", self.path, _ASIDE, number, ASIDE_KEPT)
+            except OSError as error:  # it is in nobody's way
+                log.warning("%s: %s%d can't be deleted: %s", self.path, _ASIDE, number, error)
         return target
 
     def close(self) -> None:
@@ -106,6 +121,10 @@ class DataDirectory:
                 pass  # a full or broken disk: the mark stays, and at worst what was never synced is set aside after a reboot
             finally:
                 self._unlock()
+
+    def _set_aside(self) -> list[int]:
+        taken = [entry.name.removeprefix(_ASIDE) for entry in self.path.glob(f"{_ASIDE}*")]
+        return [int(text) for text in taken if text.isascii() and text.isdecimal() and text == str(int(text))]
 
     def _own(self, lock: int) -> None:
         try:
@@ -122,13 +141,20 @@ class DataDirectory:
         found = self._read_record()
         known = found is not None and found.format == FORMAT and found.boot in (None, self._boot)
         if not known and any((self.path / name).exists() for name in (RECORD, METADATA, BLOCKS)):
-            self.set_aside(METADATA, BLOCKS, RECORD)
+            self.set_aside(METADATA, BLOCKS, RECORD, why=self._why(found))
         wanted = None if self._sync else self._boot
         if known and found is not None and found.boot == wanted:
             return
         if known and found is not None and wanted is None:
             os.sync()  # a writer of this boot was killed before its clean end: what it wrote may not be on disk yet
         self._write_record(wanted)
+
+    def _why(self, found: FormatRecord | None) -> str:
+        if found is None:
+            return f"{RECORD} can't be read"
+        if found.format != FORMAT:
+            return f"it has format {found.format}, and this version reads {FORMAT}"
+        return "it was written without syncing, and the machine has started anew since"
 
     def _read_record(self) -> FormatRecord | None:
         try:

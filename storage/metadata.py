@@ -3,6 +3,8 @@
 Databases: `spaces` (number, 4 bytes → digest ‖ JSON of namespace and spec, or the digest alone), `layouts` (geometry → JSON of
 what its files measure), `order` (geometry → slots, least recently used first, from a clean close), and one for each geometry
 (slot, 8 bytes big-endian → row). Rows have one size for each geometry, so that all of them are read as one array.
+
+A namespace of which nothing is stored is forgotten at a start, so that `spaces` does not grow with every tenant there ever was.
 """
 
 from __future__ import annotations
@@ -13,15 +15,18 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
+import lmdb
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.errors import StoreError, StoreFull
 from tiercache.spec import DIGEST_BYTES, Geometry, KVSpec, Namespace
+from tiercache.storage.contract import FULL_CHARGE
 from tiercache.storage.lmdb_env import Environment, Headroom, Transaction, open_environment, translated
+from tiercache.storage.spaces import Spaces, encode, read_json
 from tiercache.types import Identity
 
 _MAP_BYTES: Final = 1 << 34
@@ -29,8 +34,6 @@ _MAP_BYTES: Final = 1 << 34
 _HEADROOM_PAGES: Final = 256
 _GEOMETRIES: Final = 256
 """Geometries that one directory can hold."""
-
-T = TypeVar("T")
 
 
 class Row(NamedTuple):
@@ -62,11 +65,6 @@ class Loaded:
         return len(self.slots)
 
 
-class _Space(msgspec.Struct, frozen=True, kw_only=True):
-    namespace: dict[str, Any]
-    spec: dict[str, Any]
-
-
 class Metadata:
     """The environment in `folder`. A commit is safe from kill -9 when it returns, and from a loss of power with `sync=True`.
 
@@ -77,6 +75,7 @@ class Metadata:
         self.folder = folder
         # LMDB has one writer anyway; the lock keeps the numbers of new namespaces in step with what is committed.
         self._writing = threading.Lock()
+        self._new: dict[bytes, int] = {}
         self._environment: Environment = open_environment(
             folder, map_bytes=_MAP_BYTES, sync=sync, metasync=True, databases=_GEOMETRIES + 3
         )
@@ -88,9 +87,10 @@ class Metadata:
                 self._order = self._environment.open_db(b"order")
                 with self._environment.begin(db=self._spaces) as transaction:
                     entries = [(int.from_bytes(key, "big"), value) for key, value in transaction.cursor()]
-            self._digests: dict[int, bytes] = {number: value[:DIGEST_BYTES] for number, value in entries}
-            self._numbers = {digest: number for number, digest in self._digests.items()}
-            self._known = {value[:DIGEST_BYTES]: _decode(value) for _, value in entries if len(value) > DIGEST_BYTES}
+            self._book = Spaces(entries)
+            for geometry in self._book.geometries():
+                if not self._entries(geometry):
+                    self.forget_spaces(geometry, ())
         except BaseException:
             self.close()
             raise
@@ -99,20 +99,32 @@ class Metadata:
         """Write down what the namespace's digest stands for, once, and return the digest."""
         digest = namespace.digest(spec)
         with self._writing:
-            if digest not in self._known:
-                value = digest + _encode(namespace, spec)
+            if digest not in self._book.known:
+                value = encode(digest, namespace, spec)
+                number = self._book.number(digest) if digest in self._book else self._book.allot([digest])[digest]
                 with translated(self.folder, need=len(value)), self._environment.begin(write=True) as transaction:
-                    number = self._numbers.get(digest, len(self._numbers))
                     transaction.put(_number(number), value, db=self._spaces)
-                self._digests[number] = digest
-                self._numbers[digest] = number
-                self._known[digest] = (namespace, spec)
+                self._book.add(number, value)
         return digest
 
     def namespaces(self) -> dict[bytes, tuple[Namespace, KVSpec]]:
-        """Return what was remembered, by digest."""
+        """Return what was remembered, by digest: the namespaces of which something is stored, and those new in this run."""
         with self._writing:
-            return dict(self._known)
+            return dict(self._book.known)
+
+    def forget_spaces(self, geometry: Geometry, used: Collection[int]) -> None:
+        """Forget the namespaces of `geometry` from before this run whose numbers are not among `used`, those of its rows.
+
+        A full disk is no reason not to start: they are forgotten the next time.
+        """
+        with self._writing:
+            numbers = self._book.unused(geometry, used)
+            with suppress(StoreError):
+                if numbers:
+                    with translated(self.folder), self._environment.begin(write=True) as transaction:
+                        for number in numbers:
+                            transaction.delete(_number(number), db=self._spaces)
+                    self._book.drop(numbers)
 
     def rows(self, geometry: Geometry) -> Rows:
         """Return the rows of `geometry`."""
@@ -123,7 +135,7 @@ class Metadata:
         """Return what was set as the layout of `geometry`'s files, or None."""
         with translated(self.folder), self._environment.begin(db=self._layouts) as transaction:
             value = transaction.get(name(geometry).encode())
-        return None if value is None else _json(value, dict[str, int])
+        return None if value is None else read_json(value, dict[str, int])
 
     def set_layout(self, geometry: Geometry, layout: dict[str, int]) -> None:
         """Write down the layout of `geometry`'s files."""
@@ -162,22 +174,19 @@ class Metadata:
         it fail.
         """
         with self._writing:
-            new = {digest: 0 for digest in digests if digest not in self._numbers}
-            new = {digest: len(self._numbers) + place for place, digest in enumerate(new)}
             if not self._headroom.keep(_MAP_BYTES) and need:
                 raise StoreFull(f"{self.folder}: the disk is full", path=str(self.folder), kind="disk")
-            self._numbers.update(new)
+            self._new = self._book.allot(digests)
             try:
                 with translated(self.folder, need=need), self._environment.begin(write=True) as transaction:
-                    for digest, number in new.items():
+                    for digest, number in self._new.items():
                         transaction.put(_number(number), digest, db=self._spaces)
                     change(transaction)
-            except BaseException:
                 # A number is one only when it is on disk: a later row would name a namespace that no restart knows.
-                for digest in new:
-                    del self._numbers[digest]
-                raise
-            self._digests.update((number, digest) for digest, number in new.items())
+                for digest, number in self._new.items():
+                    self._book.add(number, digest)
+            finally:
+                self._new = {}
 
     def sync(self) -> None:
         """Make what was committed safe from a loss of power."""
@@ -192,14 +201,15 @@ class Metadata:
 
     def number(self, digest: bytes) -> int:
         """Return the number of a namespace, inside the commit that was given its digest."""
-        return self._numbers[digest]
+        found = self._new.get(digest)
+        return self._book.number(digest) if found is None else found
 
     def digest(self, number: int) -> bytes:
         """Return the digest of a namespace. Raises StoreError for a number that stands for none."""
-        try:
-            return self._digests[number]
-        except KeyError:
-            raise StoreError(f"{self.folder}: no namespace has the number {number}", path=str(self.folder), broken=True) from None
+        digest = self._book.digest(number)
+        if digest is None:
+            raise StoreError(f"{self.folder}: no namespace has the number {number}", path=str(self.folder), broken=True)
+        return digest
 
     def scan(self, database: Any) -> bytes:
         """Return all values of `database` one after the other, in the order of their keys."""
@@ -220,6 +230,16 @@ class Metadata:
     def leave_order(self, geometry: Geometry, order: bytes) -> None:
         """Write down the order of use for the next start."""
         self.commit(lambda transaction: transaction.put(name(geometry).encode(), order, db=self._order), need=len(order))
+
+    def _entries(self, geometry: Geometry) -> int:
+        """Return how many rows `geometry` has."""
+        with translated(self.folder):
+            try:
+                database = self._environment.open_db(name(geometry).encode(), create=False)
+            except lmdb.NotFoundError:
+                return 0
+            with self._environment.begin(db=database) as transaction:
+                return int(transaction.stat(database)["entries"])
 
 
 class Rows:
@@ -257,14 +277,26 @@ class Rows:
         table = self.table()
         self._stamp = int(table["stamp"].max()) + 1 if len(table) else 0
         order = self._metadata.take_order(self._geometry)
-        beyond = table["slot"] >= capacity
+        # Keys are in order and each is its row's slot: what is out of order was never written like that.
+        slots, charges = table["slot"], table["charge"]
+        if len(table) and (
+            slots.min() < 0
+            or (np.diff(slots) < 1).any()
+            or table["used"].max() > self._symbol_bytes
+            or charges.min() < 1
+            or charges.max() > FULL_CHARGE
+        ):
+            raise StoreError(f"{self._metadata.folder}: a row that can't be", broken=True)
+        used = frozenset(np.unique(table["namespace"]).tolist())
+        beyond = slots >= capacity
         if beyond.any():
             with suppress(StoreError):  # on a full disk the next start tries again
-                self.commit((), table["slot"][beyond].tolist())
+                self.commit((), slots[beyond].tolist())
             table = table[~beyond]
-        if len(table) and (table["used"].max() > self._symbol_bytes or table["slot"].min() < 0):
-            raise StoreError(f"{self._metadata.folder}: a row names a slot or a symbol that can't be", broken=True)
-        return self._columns(table[_by_use(table, order, capacity)])
+        loaded = self._columns(table[_by_use(table, order, capacity)])
+        # Not before all is read, and with the rows beyond: they may still be there.
+        self._metadata.forget_spaces(self._geometry, used)
+        return loaded
 
     def table(self) -> NDArray[np.void]:
         """Return every row as it lies there. Raises StoreError for rows that can't be."""
@@ -350,23 +382,3 @@ def _slot(slot: int) -> bytes:
 
 def _number(number: int) -> bytes:
     return number.to_bytes(4, "big")
-
-
-def _encode(namespace: Namespace, spec: KVSpec) -> bytes:
-    space = _Space(namespace=msgspec.to_builtins(namespace), spec=msgspec.to_builtins(spec))
-    return msgspec.json.encode(space, order="deterministic")
-
-
-def _decode(value: bytes) -> tuple[Namespace, KVSpec]:
-    space = _json(value[DIGEST_BYTES:], _Space)
-    try:
-        return Namespace(**space.namespace), KVSpec(**space.spec)
-    except (TypeError, ValueError) as error:
-        raise StoreError(f"a namespace that can't be: {error}", broken=True) from error
-
-
-def _json(value: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(value, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise StoreError(f"metadata that can't be read: {error}", broken=True) from error

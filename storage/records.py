@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from tiercache.errors import Untrusted
+from tiercache.errors import Distrust, Untrusted
 from tiercache.spec import DIGEST_BYTES, Geometry
 from tiercache.types import Identity
 
@@ -131,5 +131,5 @@ class RecordFormat:
         return payload
 
 
-def _untrusted(reason: str, *, found: object, expected: object) -> Untrusted:
+def _untrusted(reason: Distrust, *, found: object, expected: object) -> Untrusted:
     return Untrusted(reason, f"a record's {reason} is not what it must be: {found}, not {expected}", found=found, expected=expected)

@@ -31,7 +31,7 @@ class SsdTier:
     `codec` is `raw`, or `zstd` for blocks of 16 KiB and more (smaller ones share values and stay raw). `batch_bytes` bounds a
     write transaction. With `sync=False` an acknowledged put is safe from kill -9 but not from a loss of power: after one, the
     whole directory is set aside. Whatever can't be used (another format, broken files) is moved to a sub-folder, `aside`, and
-    the tier starts empty; nothing is deleted.
+    the tier starts empty; the last two such folders are kept.
 
     `values` and `metadata` are the classes that touch the disk; a test puts its own there. Raises DirectoryLocked,
     DirectoryRefused, InvalidConfig for an unknown codec, StoreError if the metadata can't be opened even afresh.
@@ -66,7 +66,7 @@ class SsdTier:
                 if not error.fields.get("broken"):
                     raise
                 # Without metadata no block can be found again: all of it goes aside, for whoever wants to look.
-                self._directory.set_aside(METADATA, BLOCKS)
+                self._directory.set_aside(METADATA, BLOCKS, why=str(error))
                 self._metadata = metadata(self._directory.metadata, sync=sync)
         except BaseException:
             self._directory.close()
@@ -126,7 +126,7 @@ class SsdTier:
         except StoreError as error:
             if not error.fields.get("broken"):
                 raise
-            self._directory.set_aside(f"{BLOCKS}/{name(geometry)}")
+            self._directory.set_aside(f"{BLOCKS}/{name(geometry)}", why=str(error))
             rows.clear()
             known = None
             loaded = rows.load(layout.capacity)

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import lmdb
+
 from tiercache.errors import Closed, StoreFull
-from tiercache.storage.lmdb_env import PAGE, PAGE_HEAD, Environment, Headroom, file_bytes, open_environment, whole_pages
+from tiercache.storage.lmdb_env import DATA_FILE, PAGE, PAGE_HEAD, Environment, Headroom, file_bytes, open_environment, whole_pages
+from tiercache.storage.lmdb_file import mend_values
 
 _KEY_BYTES: Final = 8
 _TICK: Final = b"\xff" * _KEY_BYTES
@@ -102,11 +105,21 @@ class LmdbValues:
 
         Parts of a value are written over what is there, zeros where nothing is; parts of one value are brought together
         first, so that it is written once. On a full disk writes may only use free pages: room is left for deletes.
+
+        Where the disk lost the beginning of a value that is to go, LMDB can't free it: that is mended, and it is tried again.
         """
-        parts: dict[int, bytearray] = {}
-        environment = self._open()
         if not self._headroom.keep(self.map_bytes) and not self.can_reuse(writes):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        try:
+            self._change(writes, deletes)
+        except lmdb.CorruptedError:
+            if not mend_values(self.folder / DATA_FILE):
+                raise
+            self._change(writes, deletes)
+
+    def _change(self, writes: Sequence[Write], deletes: Sequence[int]) -> None:
+        parts: dict[int, bytearray] = {}
+        environment = self._open()
         with environment.begin(write=True) as transaction:
             for key in deletes:
                 transaction.delete(_key(key))

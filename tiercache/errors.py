@@ -36,7 +36,29 @@ Errors carry fields, not only text. Foreign errors (OSError, lmdb.Error) are tra
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
+
+Distrust = Literal[
+    "absent",  # metadata names it, and nothing is stored there
+    "length",  # the value, the header or the payload has another length than it must have
+    "magic",  # what is stored is no record
+    "version",  # a record of another format
+    "header",  # the header's own checksum
+    "namespace",  # another namespace's, group's or shard's
+    "key",  # another block
+    "parent",  # the block in another place of a chain
+    "symbol",  # other tokens under the same digest
+    "checksum",  # the bytes of the block
+    "codec",  # a codec that there is none of, or a frame that can't be decompressed
+    "order",  # a block before it in the chain was not stored
+    "archive",  # a downloaded package that is not the one expected
+]
+"""Why bytes can't be trusted: all words that `Untrusted` carries, and so all that counters know."""
+
+
+DISTRUST: frozenset[str] = frozenset(get_args(Distrust))
+FAILURES: frozenset[str] = DISTRUST - {"archive"} | {"StoreError", "StoreFull", "write-through"}
+"""All reasons that the failures of a cache are counted by."""
 
 
 class TierCacheError(Exception):
@@ -148,9 +170,9 @@ class StoreError(TierCacheError):
 
 
 class Untrusted(StoreError):
-    """Bytes that can't be trusted. `reason` is one word for the counters, such as `checksum` or `absent`."""
+    """Bytes that can't be trusted. `reason` is one word for the counters, one of `DISTRUST`."""
 
-    def __init__(self, reason: str, message: str, /, **fields: Any) -> None:
+    def __init__(self, reason: Distrust, message: str, /, **fields: Any) -> None:
         super().__init__(message, reason=reason, **fields)
         self.reason = reason
 

@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -146,7 +146,7 @@ def test_geometries_do_not_mix(metadata: Metadata, seed: int) -> None:
 def test_namespaces_are_remembered(metadata: Metadata, space: Namespace) -> None:
     """A namespace and its spec come back equal under the digest, also when its blocks came first, and once."""
     digest = space.digest(SPEC)
-    metadata.rows(GEOMETRY).commit([Row(0, Identity(digest, 0, 0, bytes(32), bytes(32), b"s" * 64, 1), 4)])
+    metadata.rows(SPEC.geometry).commit([Row(0, Identity(digest, 0, 0, bytes(32), bytes(32), b"s" * 64, 1), 4)])
 
     assert metadata.remember(space, SPEC) == digest
     assert metadata.remember(space, SPEC) == digest
@@ -154,8 +154,76 @@ def test_namespaces_are_remembered(metadata: Metadata, space: Namespace) -> None
     again = Metadata(metadata.folder)
 
     assert again.namespaces() == {digest: (space, SPEC)}
-    assert again.rows(GEOMETRY).load(CAPACITY).namespaces == [digest]
+    assert again.rows(SPEC.geometry).load(CAPACITY).namespaces == [digest]
+    assert again.namespaces() == {digest: (space, SPEC)}
     again.close()
+
+
+def row_of(digest: bytes, slot: int) -> Row:
+    return Row(slot, Identity(digest, 0, 0, bytes(32), bytes(32), b"s" * 64, 1), 4)
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["its rows are loaded", "its rows are not"])
+def test_namespaces_of_which_nothing_is_stored_are_forgotten(tmp_path: Path, loads: bool) -> None:
+    """At a start: those without a row, also when a row was there once; one that is new in the run stays, and numbers stay true."""
+    spaces = [Namespace(model="m", weights="w", salt=str(number)) for number in range(4)]
+    metadata = Metadata(tmp_path / "m")
+    digests = [metadata.remember(space, SPEC) for space in spaces]
+    rows = metadata.rows(SPEC.geometry)
+    rows.commit([row_of(digest, slot) for slot, digest in enumerate(digests[:3])])
+    rows.commit((), [0, 1, 2] if not loads else [0])
+    metadata.close()
+
+    metadata = Metadata(tmp_path / "m")
+    fresh = Namespace(model="m", weights="w", salt="fresh")
+    new = metadata.remember(fresh, SPEC)
+    kept = {digest: (space, SPEC) for digest, space in zip(digests[1:3], spaces[1:3], strict=True)} if loads else {}
+    rows = metadata.rows(SPEC.geometry)
+    if loads:
+        assert rows.load(CAPACITY).namespaces == digests[1:3]
+
+    assert metadata.namespaces() == {**kept, new: (fresh, SPEC)}
+
+    rows.commit([row_of(new, 7), row_of(digests[0], 8)])
+    metadata.close()
+    metadata = Metadata(tmp_path / "m")
+    assert metadata.rows(SPEC.geometry).load(CAPACITY).namespaces == [*(digests[1:3] if loads else []), new, digests[0]]
+    metadata.close()
+
+
+def test_rows_that_could_not_be_forgotten_keep_their_namespace(tmp_path: Path) -> None:
+    """On a disk so full that a smaller tier can't delete the rows beyond it, the next start can still tell whose they are."""
+
+    class Full(Metadata):
+        def commit(self, change: Callable[[Transaction], object], *, digests: Sequence[bytes] = (), need: int = 0) -> None:
+            raise StoreFull("full")
+
+    metadata = Metadata(tmp_path / "m")
+    digest = metadata.remember(Namespace(model="m", weights="w"), SPEC)
+    metadata.rows(SPEC.geometry).commit([row_of(digest, 9)])
+    metadata.close()
+    full = Full(tmp_path / "m")
+    assert len(full.rows(SPEC.geometry).load(5)) == 0
+    full.close()
+
+    metadata = Metadata(tmp_path / "m")
+
+    assert metadata.rows(SPEC.geometry).load(CAPACITY).namespaces == [digest]
+    metadata.close()
+
+
+@pytest.mark.parametrize("value", [b"short", bytes(168), b"\xff" * 168], ids=["short", "zeros", "ones"])
+def test_a_row_that_can_not_be_is_broken(metadata: Metadata, seed: int, value: bytes) -> None:
+    """A row of another size, and one that is not under its own slot, are told before anything is made of them."""
+    table = metadata.rows(GEOMETRY)
+    table.commit(rows_of(10, seed))
+    assert table._type.itemsize == 168
+
+    metadata.commit(lambda transaction: transaction.put((5).to_bytes(8, "big"), value, db=table._database))
+
+    with pytest.raises(StoreError) as caught:
+        metadata.rows(GEOMETRY).load(CAPACITY)
+    assert caught.value.fields["broken"]
 
 
 def test_blocks_of_a_namespace_share_its_digest(metadata: Metadata, seed: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +14,7 @@ import pytest
 
 from tests.storage.blocks import chain, identity_at
 from tests.storage.test_ssd_store import LARGE, SLOTS, SMALL, Opened, each_kind, mixed, put, read, reconcile
-from tiercache.errors import StoreError
 from tiercache.spec import Geometry
-from tiercache.storage.lmdb_env import PAGE
-from tiercache.storage.lmdb_file import check_file
 from tiercache.storage.ssd_records import Staged
 from tiercache.storage.ssd_store import SsdStore
 from tiercache.storage.ssd_values import LmdbValues, Write
@@ -178,85 +174,3 @@ def test_an_interrupted_call_leaves_nothing(tmp_path: Path, seed: int) -> None:
         assert (store.stats().blocks, store.stats().unnamed_known) == (0, 1)
         put(store, [block], [1])
         assert store.stats().raw_records == 1
-
-
-OPENER = """
-import sys
-from pathlib import Path
-from tests.storage.test_ssd_store import LARGE, Opened, mixed, put, reconcile
-from tests.storage.blocks import contiguous, identity_at
-from tiercache.errors import Untrusted
-
-path, seed = Path(sys.argv[1]), int(sys.argv[2])
-blocks = {block.identity: block for block in mixed(LARGE, 24, seed)}
-opened = Opened(path, LARGE, "zstd")
-with opened as store:
-    loaded = store.load()
-    exact = 0
-    for place, slot in enumerate(loaded.slots.tolist()):
-        identity = identity_at(loaded, place)
-        into = contiguous(LARGE)
-        try:
-            store.fetch(slot, identity, into)
-        except Untrusted:
-            continue
-        assert into.tobytes() == blocks[identity].planes.tobytes()
-        exact += 1
-    absent, _ = reconcile(store)
-    store.discard(absent)
-    put(store, list(blocks.values())[:3], [30, 31, 32])
-    print(exact, opened.tier.aside is not None)
-"""
-
-
-@pytest.mark.parametrize("file", ["metadata", "raw", "packed"])
-def test_a_file_that_was_cut_is_seen_at_the_start(tmp_path: Path, file: str, seed: int) -> None:
-    """Copies cut at page boundaries never kill the process: all is exact, or the file is set aside and the tier works."""
-    blocks = mixed(LARGE, 24, seed)
-    with Opened(tmp_path / "whole", LARGE, "zstd") as store:
-        put(store, blocks, list(range(24)))
-        store.discard([3, 4, 9])
-    choose = random.Random(seed)
-    (name,) = (path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("data.mdb") if path.parent.name == file)
-    pages = (tmp_path / "whole" / name).stat().st_size // PAGE
-
-    for cut in [0, 1, *choose.sample(range(2, pages), 3)]:
-        copy = tmp_path / f"cut-{cut}"
-        shutil.copytree(tmp_path / "whole", copy)
-        os.truncate(copy / name, cut * PAGE)
-        ran = subprocess.run([sys.executable, "-c", OPENER, copy, str(seed)], capture_output=True, text=True, check=False)
-
-        print(cut, ran.stdout, ran.stderr)
-        assert ran.returncode == 0
-        exact, aside = ran.stdout.split()
-        assert (exact, aside) == ("21", "False") or aside == "True"
-        if aside == "True":
-            (kept,) = (copy / "set-aside-1").rglob(f"{file}/data.mdb")
-            assert kept.stat().st_size == cut * PAGE
-        shutil.rmtree(copy)
-
-
-def test_a_short_file_may_be_whole(tmp_path: Path) -> None:
-    """Pages at the end that no tree reaches may be missing, and the check tells them from those that are needed."""
-    values = LmdbValues(tmp_path, value_bytes=3 * PAGE - 16, map_bytes=1 << 22, sync=True)
-    values.commit([Write(key, 0, bytes([key]) * values.value_bytes) for key in range(40)])
-    values.commit((), range(20, 40))
-    for _ in range(6):  # the tree moves down into what was freed
-        values.settle()
-    last = values._open().info()["last_pgno"]
-    values.close()
-    file = tmp_path / "data.mdb"
-
-    os.truncate(file, (last - 30) * PAGE)
-    check_file(file)
-    values = LmdbValues(tmp_path, value_bytes=3 * PAGE - 16, map_bytes=1 << 22, sync=True)
-    for key in range(20):
-        seen: list[bytes] = []
-        assert values.read(key, lambda view, seen=seen: seen.append(bytes(view)))  # type: ignore[misc]
-        assert seen == [bytes([key]) * values.value_bytes]
-    values.commit([Write(key, 0, bytes([key]) * values.value_bytes) for key in range(20, 40)])
-    values.close()
-
-    os.truncate(file, 40 * PAGE)
-    with pytest.raises(StoreError, match="beyond the end"):
-        check_file(file)

@@ -1,4 +1,4 @@
-"""A process that stores, demotes, flushes and deletes until it is killed: `python -m tests.service.crash_writer DIR FIRST LAST`.
+"""A process that stores, demotes, flushes and deletes until it is killed: `python -m tests.cases.crash_writer DIR FIRST LAST`.
 
 It prints a line when a prompt is `durable N`, when it begins to delete one (`deleting N`) and when that is `deleted N`. It
 needs no tensors, and so no seconds to start.
@@ -29,7 +29,7 @@ SHARED = 1
 """The first block is every prompt's: the part that is hot, and must go down all the same."""
 
 
-def config_of(directory: Path) -> Config:
+def config_of(directory: Path, codec: str = "raw") -> Config:
     """Return tiers so small that every prompt pushes another one down."""
     size = SPEC.block_bytes
     return Config.of(
@@ -37,6 +37,7 @@ def config_of(directory: Path) -> Config:
         dram=6 * size,
         ssd=capacity_for(SPEC.geometry, 4096),
         directory=str(directory),
+        codec=codec,
         admit_ms=60_000,
         lease_share=1.0,
     )
@@ -48,17 +49,19 @@ def tokens_of(number: int) -> list[int]:
     return [(shared if at < SHARED * SPEC.block_size else own).randrange(2**31) for at in range(BLOCKS * SPEC.block_size)]
 
 
-def block_bytes(tokens: list[int], block: int) -> NDArray[np.uint8]:
-    """Return the oracle's bytes of a block of a prompt, `[planes, unit_bytes]`."""
-    return oracle_block(SPACE.digest(SPEC), pack_tokens(tokens[: (block + 1) * SPEC.block_size], limit=1 << 20), SPEC.geometry)
+def block_bytes(tokens: list[int], block: int, *, plain: bool = False) -> NDArray[np.uint8]:
+    """Return the oracle's bytes of a block of a prompt, `[planes, unit_bytes]`; `plain` ones have few values and can be packed."""
+    packed = pack_tokens(tokens[: (block + 1) * SPEC.block_size], limit=1 << 20)
+    whole = oracle_block(SPACE.digest(SPEC), packed, SPEC.geometry)
+    return whole & np.uint8(7) if plain else whole
 
 
-async def write(kv: LocalKV, tokens: list[int]) -> None:
+async def write(kv: LocalKV, tokens: list[int], *, plain: bool = False) -> None:
     """Store a prompt in place."""
     async with kv.reserve(tokens) as room:
         first = room.present // SPEC.block_size
         for number, place in enumerate(room._places(room._live()), first):
-            np.copyto(kv._desk.stack.reader.view(place), block_bytes(tokens, number))
+            np.copyto(kv._desk.stack.reader.view(place), block_bytes(tokens, number, plain=plain))
         await room.commit(room.tokens)
 
 
