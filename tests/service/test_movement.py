@@ -35,7 +35,7 @@ async def test_pieces_of_one_copy_may_arrive_in_any_order(tmp_path: Path, seed: 
         for _ in range(5):
             hold.let(-1)
             await asyncio.sleep(0)
-            assert await placed(kv, tokens) == {Tier.SSD: 6} and not fetching.done()
+            assert placed(kv, tokens) == {Tier.SSD: 6} and not fetching.done()
 
         hold.let(-1)
 
