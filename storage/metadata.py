@@ -154,7 +154,7 @@ class Metadata:
         """
         rows = self._whole_rows(geometry)
         with self._writing:
-            numbers = [self._numbers[digest] for digest in digests if digest in self._numbers]
+            numbers = [self._book.number(digest) for digest in digests if digest in self._book]
         if rows is None or not numbers:
             return 0
         slots: list[int] = rows["slot"][np.isin(rows["namespace"], numbers)].tolist()
