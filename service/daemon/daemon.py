@@ -17,7 +17,8 @@ from aiohttp import WSMsgType, web
 from tiercache.config import Config
 from tiercache.service import wire
 from tiercache.service.address import DESCRIPTORS_SUFFIX, beside, socket_path
-from tiercache.service.daemon.admin import Admin, bearers_only, peers_only
+from tiercache.service.daemon.admin import MOST_BODY, Admin, bearers_only, peers_only
+from tiercache.service.daemon.connections import Refusing, require_descriptors
 from tiercache.service.daemon.descriptors import Descriptors
 from tiercache.service.daemon.house import House
 from tiercache.service.daemon.notify import notify
@@ -35,10 +36,10 @@ log = logging.getLogger(__name__)
 
 _GRACE = 1.0
 """Seconds between the end of a connection and that of its process's memory, where no pidfd tells."""
+_LINGER = 1.0
+"""Seconds for which what is left of a request that was answered before it ended is read away."""
 _REQUESTS_END = 5.0
 """Seconds that running requests get when the daemon stops."""
-_MORE_CONNECTIONS = 64
-"""Connections that are no sessions."""
 
 
 class Daemon:
@@ -61,6 +62,7 @@ class Daemon:
         self._servers: list[asyncio.Server] = []
         self._descriptors: Descriptors | None = None
         self._handling: set[asyncio.Task[object]] = set()
+        self._ending = Finishing("tiercache-session-end")
 
     # --- beginning and end ------------------------------------------------------------------------------------------------
 
@@ -68,6 +70,7 @@ class Daemon:
         """Start. Raises InvalidConfig, SocketRefused and what `TierCache` raises; nothing is left behind then."""
         try:
             token = token_of(self.config)
+            require_descriptors(self.house.connections.most, self.config.limits.sessions)
             self._sockets = Sockets.open(self.path)
             await self._listen(self._sockets.sessions, token=None)
             if self.config.admin is not None:
@@ -75,8 +78,7 @@ class Daemon:
             notify(STATUS="allocating memory")
             # To the end, whoever cancels: what a thread allocates is given back when it is there.
             await Finishing("tiercache-start").outlast(self.cache.__aenter__())
-            most = 2 * self.config.limits.sessions + _MORE_CONNECTIONS
-            self._descriptors = Descriptors(self._sockets.descriptors, self.house, most=most)
+            self._descriptors = Descriptors(self._sockets.descriptors, self.house, patience=self.config.limits.idle_seconds)
         except BaseException:
             await self.cache.close()
             await self._shut()
@@ -105,6 +107,7 @@ class Daemon:
                 task.cancel()
             if self._handling:
                 await asyncio.wait(list(self._handling))
+            await self._ending.wait()
             if self._descriptors is not None:
                 self._descriptors.close()
             self.house.close()
@@ -127,18 +130,28 @@ class Daemon:
 
     async def _listen(self, listener: socket.socket, *, token: str | None) -> None:
         local = listener.family == socket.AF_UNIX
-        app = web.Application()
+        app = web.Application(client_max_size=MOST_BODY)
         Admin(self).add_to(app, peers_only if token is None else bearers_only(token))
         if local:
             app.router.add_get(wire.SESSION_PATH, peers_only(self._session))
-        runner = web.AppRunner(app, access_log=None, handle_signals=False, keepalive_timeout=30, shutdown_timeout=1.0)
+        # An idle connection and one that has not asked for anything yet end by the same clock.
+        idle = self.config.limits.idle_seconds
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            keepalive_timeout=idle,
+            lingering_time=_LINGER,
+            shutdown_timeout=1.0,
+        )
         await runner.setup()
         self._runners.append(runner)
-        most = self.config.limits.sessions + _MORE_CONNECTIONS
+        server, connections = runner.server, self.house.connections
+        assert server is not None, "a runner has its server from its set-up on"
+        connections.add(lambda: len(server.connections))
 
         def make() -> asyncio.Protocol:
-            server = runner.server
-            return _Refusing() if server is None or len(server.connections) >= most else server()
+            return server() if connections.has_room() else Refusing(connections.refusal)
 
         loop = asyncio.get_running_loop()
         listen = loop.create_unix_server if local else loop.create_server
@@ -183,7 +196,8 @@ class Daemon:
             why = "draining"
         finally:
             self._handling.discard(task)
-            await session.end()
+            # Half an end would hold its leases for ever: whoever cancels this handler, the end is waited for.
+            await self._ending.outlast(session.end())
             log.info("session ended", extra={"session": session.number, "why": session.quit or why})
         if not transport.is_closing():
             with contextlib.suppress(ConnectionError):
@@ -192,7 +206,19 @@ class Daemon:
 
     async def _converse(self, session: Session, ws: web.WebSocketResponse) -> str:
         """Take the session's frames until it ends; return why it did."""
+        idle = self.config.limits.idle_seconds
+        try:
+            async with asyncio.timeout(idle) as patience:
+                return await self._take_frames(session, ws, patience)
+        except TimeoutError:
+            return f"no hello within {idle:g} s"
+
+    async def _take_frames(self, session: Session, ws: web.WebSocketResponse, patience: asyncio.Timeout) -> str:
+        greeted = False
         while session.quit is None:
+            if not greeted and self.house.session(session.token) is session:
+                greeted = True
+                patience.reschedule(None)
             message = await ws.receive()
             if message.type is WSMsgType.BINARY:
                 await session.receive(message.data)
@@ -203,14 +229,6 @@ class Daemon:
             else:
                 return "closed"
         return session.quit
-
-
-class _Refusing(asyncio.Protocol):
-    """Closes a connection that is one too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
 
 
 @contextlib.asynccontextmanager

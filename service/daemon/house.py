@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tiercache.config import Config
 from tiercache.errors import Closed, LimitReached
+from tiercache.service.daemon.connections import Connections
 from tiercache.service.daemon.peers import Watch
 from tiercache.service.inprocess import TierCache
 from tiercache.types import Tier
@@ -45,6 +46,7 @@ class House:
         self.descriptors = descriptors
         self.boot = secrets.token_bytes(16)
         self.counts = Counts()
+        self.connections = Connections(config.limits.most_connections)
         self.draining = False
         self._numbers = itertools.count(1)
         self._sessions: dict[bytes, Session] = {}

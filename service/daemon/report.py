@@ -54,6 +54,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
             {"session": one.number, "pid": one.pid, "leases": one.holdings.leases, "reservations": one.holdings.reservations}
             for one in house.sessions
         ],
+        "connections": house.connections.standing,
         "kept_back": house.kept_back,
         "counts": {
             "sessions": counts.sessions,
@@ -61,6 +62,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
             "failures": dict(counts.failures),
             "distrusted": {"sound": counts.distrusted[True], "unsound": counts.distrusted[False]},
             "overrun": counts.overrun,
+            "refused_connections": house.connections.refused,
         },
         "stacks": [_stack(stack) for stack in daemon.cache.stacks],
     }

@@ -43,42 +43,6 @@ async def test_what_one_process_computed_another_reads(seed: int) -> None:
         assert found["sent"] + found["received"] < found["read"] / 100
 
 
-@pytest.mark.parametrize(
-    ("role", "kept"),
-    [
-        ("hold-lease", BLOCKS),
-        ("hold-view", BLOCKS),
-        ("hold-reading", BLOCKS),
-        ("hold-reserved", 0),
-        ("hold-written", 0),
-        ("hold-committed", 4),
-        ("hold-writing", 0),
-    ],
-)
-async def test_a_client_that_is_killed_holds_nothing(role: str, kept: int, seed: int) -> None:
-    """At every point of a lease's and a reservation's life: claims end, slots come back, neighbours keep their bytes."""
-    tokens, neighbour = prompt(seed, BLOCKS), prompt(seed + 1, 8)
-    async with running(roomy()) as (daemon, address), connect(address, deadline=60.0) as client:
-        kv = await client.open(SPACE, LARGE)
-        await store(kv, neighbour)
-        if kept == BLOCKS:
-            await store(kv, tokens)
-        [stack] = daemon.cache.stacks
-        child = Child(role, address, seed)
-        await child.says()
-        held = await client.check()
-        child.kill()
-        await until(lambda: len(daemon.house.sessions) == 1)
-        await until(lambda: all(pool.census().held == pool.census().quarantined == 0 for pool in stack.cache.residency.slots))
-
-        assert held["leases"] == (kept == BLOCKS) or role.startswith("hold-w") or role in ("hold-reserved", "hold-committed")
-        assert (await client.check())["leases"] == 0
-        assert await read(kv, neighbour) == 8 * SIZE
-        assert await read(kv, tokens) == kept * SIZE
-        await store(kv, tokens)
-        assert await read(kv, tokens) == BLOCKS * SIZE and await read(kv, neighbour) == 8 * SIZE
-
-
 class Runners:
     """Tasks that read and write without end; `steps` counts what they did, `kinds` how."""
 
@@ -203,22 +167,3 @@ async def test_a_daemon_that_is_stopped_is_a_miss(seed: int) -> None:
 
             assert exact and missed == [0] * 50 and outcome == (0, 0, len(tokens))
             assert client.stats().misses.keys() == {"slow"} and client.stats().sessions == 1
-
-
-async def test_a_million_tokens_in_one_match(seed: int) -> None:
-    """Found whole, with what is new alone on the wire when the prompt grows."""
-    spec = type(LARGE)(layers=1, kv_heads=1, head_dim=8, dtype="int8", block_size=256)
-    tokens = list(range(seed % 1000, seed % 1000 + 1_000_000))
-    config = small(hbm=None, dram=4096, ssd=None, spec=spec)
-    async with running(config) as (_, address), connect(address, deadline=60.0) as client:
-        kv = await client.open(SPACE, spec)
-        whole = len(tokens) // 256 * 256
-        data = torch.zeros(spec.shape(len(tokens)), dtype=torch.int8)
-        outcome = await kv.insert(tokens, data)
-        before = client.stats()
-        async with kv.match([*tokens, *range(256)]) as hit:
-            found = hit.tokens
-        after = client.stats()
-
-        assert outcome == (whole, 0, 0) and found == whole
-        assert after.sent - before.sent < 4096 and not after.misses

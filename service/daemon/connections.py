@@ -1,0 +1,83 @@
+"""How many connections stand at once, on all of the daemon's sockets together, and what one is told that is too many."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from collections.abc import Callable
+
+from tiercache.errors import InvalidConfig
+
+log = logging.getLogger(__name__)
+
+_SPARE = 128
+"""Descriptors for what is no connection: the disk's files, memory, the listening sockets, and what is open for a moment."""
+
+
+class Connections:
+    """At most `most` connections. Each socket counts its own, and asks before it takes another one."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.refused = 0
+        """How many were too many, in all."""
+        self._counts: list[Callable[[], int]] = []
+        self._full = False
+
+    @property
+    def standing(self) -> int:
+        """How many there are now."""
+        return sum(count() for count in self._counts)
+
+    def add(self, count: Callable[[], int]) -> None:
+        """Let a socket's connections, as `count` says them, be among those that are bounded."""
+        self._counts.append(count)
+
+    def has_room(self) -> bool:
+        """Return whether one more may stand; one that may not is counted as refused."""
+        full = self.standing >= self.most
+        if full and not self._full:
+            log.warning("connections are refused: %d stand", self.most)
+        self._full = full
+        self.refused += full
+        return not full
+
+    @property
+    def refusal(self) -> str:
+        """What one that is too many is told."""
+        return f"too many connections; the limit is {self.most} (limits.connections)"
+
+
+class Refusing(asyncio.Protocol):
+    """Tells a connection, in HTTP, that it is one too many, and closes it."""
+
+    def __init__(self, why: str) -> None:
+        text = f"{why}\n".encode()
+        head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(text)}\r\n"
+        self._answer = f"{head}Retry-After: 1\r\nConnection: close\r\n\r\n".encode() + text
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Answer before anything was asked: what is not read holds nothing."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._answer)
+        transport.close()
+
+
+def require_descriptors(connections: int, sessions: int) -> None:
+    """See to it that so many connections leave the rest of the daemon the descriptors that it needs.
+
+    A session has one more than its connections, for its process. Where the process may have fewer, its own limit is raised.
+    Raises InvalidConfig when it can't be raised that far: a flood of connections would end in a disk that can't be written.
+    """
+    need = connections + sessions + _SPARE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < need:
+        raise InvalidConfig(
+            f"limits.connections: {connections} connections and {sessions} sessions need {need} descriptors; this process may have "
+            f"{hard} (ulimit -Hn)",
+            field="limits.connections",
+            value=connections,
+        )
+    if soft != resource.RLIM_INFINITY and soft < need:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
