@@ -12,6 +12,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable
+from typing import cast
 
 from tiercache.service.client.counts import Counts
 
@@ -112,8 +113,7 @@ class Channel(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # one in all but name: uvloop's is no subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Say that this is the end."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import resource
 from collections.abc import Callable
+from typing import cast
 
 from tiercache.errors import InvalidConfig
 
@@ -59,9 +60,9 @@ class Refusing(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Answer before anything was asked: what is not read holds nothing."""
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(self._answer)
-        transport.close()
+        plain = cast(asyncio.Transport, transport)  # it is one in all but name: uvloop's is no subclass
+        plain.write(self._answer)
+        plain.close()
 
 
 def require_descriptors(connections: int, sessions: int) -> None:

@@ -52,7 +52,9 @@ class _Daemon(Collector):
         yield CounterMetricFamily("tiercache_sessions_begun", "Sessions in all.", value=counts.sessions)
         yield CounterMetricFamily("tiercache_sessions_overrun", "Sessions ended because nobody read.", value=counts.overrun)
         yield GaugeMetricFamily("tiercache_connections", "Connections now, on all sockets.", value=house.connections.standing)
-        yield CounterMetricFamily("tiercache_connections_refused", "Connections that were too many.", value=house.connections.refused)
+        yield CounterMetricFamily(
+            "tiercache_connections_refused", "Connections that were too many.", value=house.connections.refused
+        )
         requests = CounterMetricFamily("tiercache_requests", "Request frames.", labels=["type"])
         for name, count in counts.requests.items():
             requests.add_metric([name], count)

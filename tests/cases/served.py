@@ -9,7 +9,7 @@ import re
 import signal
 import stat
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import msgspec
 from tests.service.daemon.http import get
 from tiercache.config import Config
 
-PATIENCE = 60.0
+PATIENCE = 100.0
 """Seconds after which what a test waits for never comes."""
 
 
@@ -68,6 +68,23 @@ def holders(inodes: set[tuple[int, int]]) -> list[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and {each.inode for each in memfds(int(entry))} & inodes]
 
 
+async def gone(inodes: set[tuple[int, int]]) -> bool:
+    """Wait until no process but this one, which may have been a client, has these memfds open."""
+
+    async def are_gone() -> bool:
+        return not set(holders(inodes)) - {os.getpid()}
+
+    await until(are_gone, every=0.1)
+    return True
+
+
+async def until(true: Callable[[], Awaitable[bool]], *, every: float = 0.01) -> None:
+    """Wait until something is true of another process, asked again and again."""
+    async with asyncio.timeout(PATIENCE):
+        while not await true():  # noqa: ASYNC110 - what another process does sets no event here
+            await asyncio.sleep(every)
+
+
 def _descriptors(pid: int) -> list[str]:
     try:
         return [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
@@ -109,9 +126,7 @@ class Served:
             except (aiohttp.ClientError, OSError):
                 return False
 
-        async with asyncio.timeout(PATIENCE):
-            while not await serves():
-                await asyncio.sleep(0.01)
+        await until(serves)
 
     async def stats(self) -> dict[str, Any]:
         """Return what it counts."""
@@ -119,9 +134,11 @@ class Served:
 
     async def until(self, true: Callable[[dict[str, Any]], bool]) -> None:
         """Wait until its counts are so."""
-        async with asyncio.timeout(PATIENCE):
-            while not true(await self.stats()):
-                await asyncio.sleep(0.01)
+
+        async def are() -> bool:
+            return true(await self.stats())
+
+        await until(are)
 
     def held(self) -> Held:
         """Return what the process holds now."""
@@ -132,9 +149,11 @@ class Served:
 
     async def until_near(self, base: Held) -> None:
         """Wait until it holds what it held, give or take two."""
-        async with asyncio.timeout(PATIENCE):
-            while not self.held().is_near(base):
-                await asyncio.sleep(0.01)
+
+        async def is_near() -> bool:
+            return self.held().is_near(base)
+
+        await until(is_near)
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""

@@ -49,7 +49,9 @@ def roomy(clients: int, spare: int = 64) -> Config:
     return small(hbm=16, dram=BLOCKS * clients + spare, ssd=None, spec=LARGE, admit_ms=5000)
 
 
-async def kill_in(brood: Brood, roles: Sequence[str], each: int, seed: int, daemon: Daemon, client: Client) -> list[tuple[str, int]]:
+async def kill_in(
+    brood: Brood, roles: Sequence[str], each: int, seed: int, daemon: Daemon, client: Client
+) -> list[tuple[str, int]]:
     """Bring `each` clients to each of the points, kill all of them, and return who wrote, once nothing is theirs any more."""
     clients = [(role, seed + (100 + number if role in WRITERS else 0)) for number, role in enumerate(list(roles) * each)]
     pids = await brood.hatch(*clients)
@@ -129,26 +131,29 @@ async def test_r1_client_killed_while_its_blocks_come_from_ssd(folder: Path, see
     rig = Rig()
     tokens = prompt(seed, BLOCKS)
     config = small(hbm=4, dram=32, ssd=96, directory=folder / "kv", spec=LARGE, admit_ms=5000, promote_ms=5000)
-    async with daemon_of(folder, config, rig) as daemon, brood(daemon.path) as children:
-        async with connect(f"unix://{daemon.path}", deadline=60.0) as client:
-            kv = await client.open(SPACE, LARGE)
-            await store(kv, tokens)
-            assert await kv.flush(tokens) == BLOCKS * SIZE
-            for number in range(2):
-                await store(kv, prompt(seed + 1 + number, 18))
-            hold = rig.copies.hold("blocks")
-            pids = await children.hatch(("hold-lease", seed), ("hold-lease", seed))
-            await hold.reached()
-            assert leases(daemon.cache) == 2
+    async with (
+        daemon_of(folder, config, rig) as daemon,
+        brood(daemon.path) as children,
+        connect(f"unix://{daemon.path}", deadline=60.0) as client,
+    ):
+        kv = await client.open(SPACE, LARGE)
+        await store(kv, tokens)
+        assert await kv.flush(tokens) == BLOCKS * SIZE
+        for number in range(2):
+            await store(kv, prompt(seed + 1 + number, 18))
+        hold = rig.copies.hold("blocks")
+        pids = await children.hatch(("hold-lease", seed), ("hold-lease", seed))
+        await hold.reached()
+        assert leases(daemon.cache) == 2
 
-            children.kill(pids)
-            await until(lambda: len(daemon.house.sessions) == 1)
+        children.kill(pids)
+        await until(lambda: len(daemon.house.sessions) == 1)
 
-            assert leases(daemon.cache) == 0
-            await daemon.cache.check()
-            rig.release()
-            await daemon.cache.settle()
-            assert await read(kv, tokens) == BLOCKS * SIZE
+        assert leases(daemon.cache) == 0
+        await daemon.cache.check()
+        rig.release()
+        await daemon.cache.settle()
+        assert await read(kv, tokens) == BLOCKS * SIZE
 
 
 async def test_r1_lookup_whose_hit_is_not_used_ends(seed: int) -> None:

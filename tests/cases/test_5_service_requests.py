@@ -245,20 +245,22 @@ async def test_r2_a_million_token_ids(folder: Path, seed: int) -> None:
     tokens = list(range(seed % 1000, seed % 1000 + 1_000_000))
     size = len(tokens) // 256 * 256
     data = torch.from_numpy(oracle_kv(SPACE, spec, tokens).reshape(-1)).view(torch.int8).reshape(spec.shape(len(tokens)))
-    async with served(folder, small(hbm=None, dram=4096, ssd=None, spec=spec)) as daemon:
-        async with connect(daemon.address, deadline=60.0) as client:
-            kv = await client.open(SPACE, spec)
-            outcome = await kv.insert(tokens, data)
-            before = client.stats()
-            async with kv.match(np.array([*tokens, *range(256)])) as hit:
-                found, exact = hit.tokens, is_exact(await hit.gather(), tokens, spec=spec)
-            after = client.stats()
-            with pytest.raises(InvalidTokens, match="1048577 token ids; the limit is 1048576"):
-                kv.match(range((1 << 20) + 1))
+    async with (
+        served(folder, small(hbm=None, dram=4096, ssd=None, spec=spec)) as daemon,
+        connect(daemon.address, deadline=60.0) as client,
+    ):
+        kv = await client.open(SPACE, spec)
+        outcome = await kv.insert(tokens, data)
+        before = client.stats()
+        async with kv.match(np.array([*tokens, *range(256)])) as hit:
+            found, exact = hit.tokens, is_exact(await hit.gather(), tokens, spec=spec)
+        after = client.stats()
+        with pytest.raises(InvalidTokens, match="1048577 token ids; the limit is 1048576"):
+            kv.match(range((1 << 20) + 1))
 
-            assert outcome == (size, 0, 0) and found == size and exact
-            assert after.sent - before.sent < 4096 and not after.misses
-            assert (await client.check())["leases"] == 0 and client.stats().sessions == 1
+        assert outcome == (size, 0, 0) and found == size and exact
+        assert after.sent - before.sent < 4096 and not after.misses
+        assert (await client.check())["leases"] == 0 and client.stats().sessions == 1
 
 
 # --- through the clients --------------------------------------------------------------------------------------------------
@@ -434,4 +436,3 @@ async def test_r2_connection_without_a_session_is_left_alone_by_its_frames(folde
             assert (await raw.garbage(data)).id == number
         await raw.hello()
         await raw.open(Namespace(model="m", weights="w"))
-

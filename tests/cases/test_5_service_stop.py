@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.cases.served import Served, holders, memfds, served, starting
+from tests.cases.served import Served, gone, memfds, served, starting
 from tests.seams import Rig
 from tests.service.caches import LARGE, SPACE, prompt, read, sink, small, stack_of, store, tensor_of
 from tests.service.client.daemons import running
@@ -38,8 +38,9 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def durable(folder: Path, *, drain: float = 20.0, dram: int = 16) -> Config:
-    return small(hbm=4, dram=dram, ssd=256, directory=folder / "kv", spec=LARGE, admit_ms=5000, drain_seconds=drain)
+def durable(folder: Path, *, drain: float = 20.0, **fields: Any) -> Config:
+    sizes = {"hbm": 4, "dram": 16, "ssd": 256, **fields}
+    return small(**sizes, directory=folder / "kv", spec=LARGE, admit_ms=5000, drain_seconds=drain)
 
 
 @asynccontextmanager
@@ -96,7 +97,6 @@ async def test_r5_shutdown_with_everything_going_on(folder: Path, drain: float, 
             await writer.task
         assert code == 0, said
         assert names_in(folder) == ["kv", "s.toml"]
-    del client
     assert await gone(inodes)
     async with served(folder, config) as daemon, connect(daemon.address, deadline=60.0) as client:
         kv = await client.open(SPACE, LARGE)
@@ -107,14 +107,6 @@ async def test_r5_shutdown_with_everything_going_on(folder: Path, drain: float, 
         await daemon.stop()
 
 
-async def gone(inodes: set[tuple[int, int]]) -> bool:
-    """Wait until no process has these memfds open."""
-    async with asyncio.timeout(20):
-        while holders(inodes) != []:  # noqa: ASYNC110 - the end of a mapping sets no event
-            await asyncio.sleep(0.01)
-    return True
-
-
 @pytest.mark.parametrize("drain", [20.0, 0.05], ids=["flushed", "dropped"])
 async def test_r5_shutdown_with_twenty_demotions_queued(folder: Path, drain: float, seed: int) -> None:
     """The first write is held and twenty blocks wait behind it: with time they are written, without it they are dropped.
@@ -122,8 +114,8 @@ async def test_r5_shutdown_with_twenty_demotions_queued(folder: Path, drain: flo
     The stop ends either way, and what is there afterwards is exact and closed towards the root.
     """
     rig = Rig(patience=0.05)
-    prompts = [prompt(seed + number, 4) for number in range(5)]
-    config = durable(folder, drain=drain, dram=20)
+    prompts = [prompt(seed + number, 1) for number in range(24)]
+    config = durable(folder, drain=drain, dram=24, watermark_low=0.0, watermark_high=0.0)
     daemon = Daemon(config, folder / "s", seams=rig.seams())
     async with daemon, connect(f"unix://{daemon.path}", deadline=60.0, back_off=BackOff(first=600.0, most=600.0)) as client:
         kv = await client.open(SPACE, LARGE)
@@ -133,7 +125,7 @@ async def test_r5_shutdown_with_twenty_demotions_queued(folder: Path, drain: flo
         hold = rig.copies.hold("put")
         demoting = [asyncio.ensure_future(sink(daemon.cache))]
         await hold.reached()
-        assert sum(work.count for work in core.moves.flying if hasattr(work, "count")) > 0
+        assert len(core.moves.flying) >= 20
         stopping = asyncio.ensure_future(daemon.stop())
         await until(lambda: daemon.state == "draining")
         if drain > 1:
@@ -146,7 +138,7 @@ async def test_r5_shutdown_with_twenty_demotions_queued(folder: Path, drain: flo
     async with daemon_of(folder, config) as daemon, connect(f"unix://{daemon.path}", deadline=60.0) as client:
         kv = await client.open(SPACE, LARGE)
         found = [await read(kv, tokens) for tokens in prompts]
-        assert found == [4 * SIZE] * 5 if drain > 1 else sum(found) < 20 * SIZE
+        assert found == [SIZE] * 24 if drain > 1 else sum(found) < 24 * SIZE
         await daemon.cache.check()
 
 
@@ -178,9 +170,9 @@ async def test_r5_signals(folder: Path, signals: list[signal.Signals], seed: int
 @pytest.mark.parametrize("when", ["s.lock", "s"])
 async def test_r5_sigterm_during_start(folder: Path, when: str, times: int) -> None:
     """As soon as the first name is there, or the socket: it exits with 0 and leaves nothing but the data directory."""
-    config = small(hbm=8192, dram=8192, directory=folder / "kv", spec=LARGE)
+    config = small(hbm=1024, dram=1024, directory=folder / "kv", spec=LARGE)
     async with starting(folder, config) as daemon:
-        while not (folder / when).exists():  # noqa: ASYNC110 - a name sets no event
+        while not (folder / when).exists():
             assert daemon.process.returncode is None
             await asyncio.sleep(0)
         for _ in range(times):
@@ -217,7 +209,6 @@ async def test_r5_killed_and_started_again(folder: Path, seed: int) -> None:
             assert await read(kv, tokens) == 4 * SIZE
             inodes = {file.inode for file in memfds(daemon.pid)}
             await daemon.kill()
-        del kv, client
         assert (folder / "s").is_socket() and (folder / "s.fd").is_socket() and (folder / "s.lock").exists()
         assert await gone(inodes) and set(os.listdir("/dev/shm")) <= listed
     async with served(folder, config) as daemon, connect(daemon.address, deadline=60.0) as client:
@@ -233,14 +224,14 @@ async def test_r5_killed_and_started_again(folder: Path, seed: int) -> None:
 async def test_r5_stop_and_a_request_that_waits(seed: int) -> None:
     """A writer that waits for another one's reservation is answered or ended, and the stop is not held up by it."""
     tokens = prompt(seed, 4)
-    async with running(small(ssd=None, spec=LARGE)) as (daemon, address):
-        async with connect(address, back_off=AT_ONCE) as one, connect(address, back_off=AT_ONCE) as two:
-            there, here = await one.open(SPACE, LARGE), await two.open(SPACE, LARGE)
-            async with there.reserve(tokens):
-                waiting = asyncio.ensure_future(here.insert(tokens, tensor_of(tokens, spec=LARGE)))
-                await until(lambda: sum(count for count in daemon.house.counts.requests.values()) >= 4)
-                await daemon.stop()
-                assert (await waiting).stored == 0
-
-
-assert sys.platform == "linux"
+    async with (
+        running(small(ssd=None, spec=LARGE)) as (daemon, address),
+        connect(address, back_off=AT_ONCE) as one,
+        connect(address, back_off=AT_ONCE) as two,
+    ):
+        there, here = await one.open(SPACE, LARGE), await two.open(SPACE, LARGE)
+        async with there.reserve(tokens):
+            waiting = asyncio.ensure_future(here.insert(tokens, tensor_of(tokens, spec=LARGE)))
+            await until(lambda: daemon.house.counts.requests["Reserve"] == 2)
+            await daemon.stop()
+            assert (await waiting).stored == 0

@@ -13,7 +13,7 @@ import torch
 
 from tests.service.caches import LARGE, SPACE, is_exact, prompt, read, small, store, tensor_of
 from tests.service.client.child import BLOCKS
-from tests.service.client.daemons import Child, own_process, running
+from tests.service.client.daemons import Child, own_process
 from tests.service.client.fake import turn, until
 from tiercache.config import Config
 from tiercache.errors import StaleHandle
