@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from tests.seams import PATIENCE
+from tests.service.caches import LARGE
 from tests.service.client import child
 from tests.service.daemon.raw import Raw, connected, descriptors_path, fetched, session_at, slots_of
 from tiercache.service.client.client import connect
@@ -76,9 +77,9 @@ async def mapped(path: Path) -> None:
 
 async def attached(raw: Raw) -> list[object]:
     """Map all memory of the daemon."""
-    opened = await raw.open()
+    opened = await raw.open(spec=LARGE)
     handed = await fetched(raw)
-    return [slots_of(handed, at, writable=writable) for at in opened.arenas for writable in (False, True)]
+    return [slots_of(handed, at, LARGE, writable=writable) for at in opened.arenas for writable in (False, True)]
 
 
 EARLY: dict[str, Callable[[Path], Awaitable[None]]] = {
