@@ -15,7 +15,7 @@ from multiprocessing import resource_tracker
 MOST = 64
 
 
-def main(path, fetch, end):
+def main(path: str, fetch: str, end: str) -> None:
     """Attach and end."""
     resource_tracker.ensure_running()
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

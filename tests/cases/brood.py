@@ -104,7 +104,7 @@ async def live(path: Path, role: str, seed: int) -> None:
 def main(path: Path) -> None:
     """Fork a client for each line."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    child.say = say  # type: ignore[assignment]
+    child.say = say
     pids = []
     for line in sys.stdin:
         role, seed = json.loads(line)

@@ -122,7 +122,7 @@ class Served:
         async def serves() -> bool:
             assert self.process.returncode is None, await self.ended()
             try:
-                return (await get(self.path, "/health"))[1]["status"] == "ok"
+                return bool((await get(self.path, "/health"))[1]["status"] == "ok")
             except (aiohttp.ClientError, OSError):
                 return False
 

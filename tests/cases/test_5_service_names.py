@@ -8,6 +8,7 @@ import pickle  # noqa: TID251 - what is attacked with is made here; nothing of o
 import stat
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import lmdb
@@ -65,8 +66,8 @@ FIELDS = ("model", "weights", "adapter", "salt")
 
 def spaces() -> list[Namespace]:
     """Each name in each field, and the neighbours with nothing in the optional ones."""
-    plain = {"model": "m", "weights": "w"}
-    return [Namespace(**plain), *(Namespace(**{**plain, field: name}) for field in FIELDS for name in NAMES.values())]
+    plain = Namespace(model="m", weights="w")
+    return [plain, *(replace(plain, **{field: name}) for field in FIELDS for name in NAMES.values())]  # type: ignore[arg-type]
 
 
 async def test_r3_hostile_names(folder: Path) -> None:

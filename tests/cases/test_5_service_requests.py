@@ -11,6 +11,7 @@ import tempfile
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -311,22 +312,26 @@ async def unchanged(folder: Path, seed: int) -> AsyncIterator[Served]:
         assert (await daemon.stats())["counts"]["failures"] == {}
 
 
+def calls(kv: Any, bad: Any, *, enter: str) -> list[Callable[[], Any]]:
+    """Return every call of a face that takes token ids, made with these."""
+    return [
+        lambda: methodcaller(enter)(kv.match(bad)),
+        lambda: methodcaller(enter)(kv.reserve(bad)),
+        lambda: kv.insert(bad, tensor_of([])),
+        lambda: kv.flush(bad),
+        lambda: kv.prefetch(bad),
+        lambda: kv.pin(bad, ttl=1.0),
+        lambda: kv.delete(bad),
+    ]
+
+
 async def test_r2_async_client(folder: Path, seed: int) -> None:
     """Each value in each form, at every call that takes token ids: InvalidTokens at once; nothing is sent, and it is no miss."""
     async with unchanged(folder, seed) as daemon, connect(daemon.address, deadline=60.0) as client:
         kv = await client.open(SPACE, SPEC)
         asked = client.stats().requests
         for name, bad in BAD.items():
-            calls: list[Callable[[], Any]] = [
-                lambda bad=bad: kv.match(bad).__aenter__(),
-                lambda bad=bad: kv.reserve(bad).__aenter__(),
-                lambda bad=bad: kv.insert(bad, tensor_of([])),
-                lambda bad=bad: kv.flush(bad),
-                lambda bad=bad: kv.prefetch(bad),
-                lambda bad=bad: kv.pin(bad, ttl=1.0),
-                lambda bad=bad: kv.delete(bad),
-            ]
-            for call in calls:
+            for call in calls(kv, bad, enter="__aenter__"):
                 with pytest.raises(InvalidTokens):
                     print(name, await call())
 
@@ -341,16 +346,7 @@ async def test_r2_blocking_client(folder: Path, seed: int) -> None:
             kv = client.open(SPACE, SPEC)
             asked = client.stats().requests
             for name, bad in BAD.items():
-                calls: list[Callable[[], Any]] = [
-                    lambda bad=bad: kv.match(bad).__enter__(),
-                    lambda bad=bad: kv.reserve(bad).__enter__(),
-                    lambda bad=bad: kv.insert(bad, tensor_of([])),
-                    lambda bad=bad: kv.flush(bad),
-                    lambda bad=bad: kv.prefetch(bad),
-                    lambda bad=bad: kv.pin(bad, ttl=1.0),
-                    lambda bad=bad: kv.delete(bad),
-                ]
-                for call in calls:
+                for call in calls(kv, bad, enter="__enter__"):
                     with pytest.raises(InvalidTokens):
                         print(name, call())
             assert client.stats().requests == asked and not client.stats().misses

@@ -256,7 +256,7 @@ async def test_q4a_daemon_restarts_under_a_blocking_client(folder: Path, seed: i
     config = small(hbm=8, dram=16, ssd=64, directory=folder / "kv", spec=LARGE, drain_seconds=0.0)
     tokens = prompt(seed, 4)
     loop = asyncio.get_running_loop()
-    killed, started = asyncio.Event(), asyncio.Event()
+    reading, started = asyncio.Event(), asyncio.Event()
 
     def use(address: str) -> None:
         with BlockingClient(address, deadline=60.0, back_off=AT_ONCE) as client:
@@ -266,7 +266,7 @@ async def test_q4a_daemon_restarts_under_a_blocking_client(folder: Path, seed: i
             with kv.match(tokens) as hit:
                 view = hit.view(0, 0)[0]
                 kept = raw_bytes(view)
-                loop.call_soon_threadsafe(killed.set)
+                loop.call_soon_threadsafe(reading.set)
                 asyncio.run_coroutine_threadsafe(started.wait(), loop).result()
                 client.connected()
                 with pytest.raises(StaleHandle):
@@ -277,8 +277,7 @@ async def test_q4a_daemon_restarts_under_a_blocking_client(folder: Path, seed: i
 
     async with served(folder, config) as first:
         using = loop.run_in_executor(None, use, first.address)
-        await asyncio.wait([using, waiting := asyncio.ensure_future(killed.wait())], return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
+        await until(lambda: reading.is_set() or using.done())
         await first.kill()
         async with served(folder, config):
             started.set()
