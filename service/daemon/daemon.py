@@ -148,12 +148,19 @@ class Daemon:
         self._runners.append(runner)
         server, connections = runner.server, self.house.connections
         assert server is not None, "a runner has its server from its set-up on"
-        connections.add(lambda: len(server.connections))
+        loop = asyncio.get_running_loop()
+        # The server knows of a connection a moment after it was made; several may be made in that moment.
+        coming: set[web.RequestHandler] = set()
+        connections.add(lambda: len({*server.connections, *coming}))
 
         def make() -> asyncio.Protocol:
-            return server() if connections.has_room() else Refusing(connections.refusal)
+            if not connections.has_room():
+                return Refusing(connections.refusal)
+            handler = server()
+            coming.add(handler)
+            loop.call_soon(loop.call_soon, coming.discard, handler)
+            return handler
 
-        loop = asyncio.get_running_loop()
         listen = loop.create_unix_server if local else loop.create_server
         self._servers.append(await listen(make, sock=listener))
 

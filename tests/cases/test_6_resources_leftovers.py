@@ -153,7 +153,8 @@ async def crowd(count: int, *places: Path | str) -> AsyncIterator[Crowd]:
     try:
         yield Crowd(process)
     finally:
-        await process.communicate(b"")
+        process.kill()
+        await process.communicate()
 
 
 async def test_q2_two_thousand_idle_connections(folder: Path, seed: int) -> None:
@@ -252,6 +253,23 @@ async def test_q2_one_too_many_is_told_so_on_each_socket(folder: Path) -> None:
         while daemon.house.connections.standing > 1:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert (await ask(aiohttp.UnixConnector(path=str(daemon.path)), "GET", "http://daemon/health"))[0] == 200
+
+
+async def test_q2_crowd_that_comes_at_once(folder: Path) -> None:
+    """Connections that are taken in one turn of the loop are counted one by one: no more than the limit stand."""
+    config = small(ssd=None, limits=Limits(sessions=2, connections=4))
+    async with daemon_of(folder, config) as daemon:
+        kinds = [(daemon.path, socket.SOCK_STREAM)] * 10 + [(descriptors_path(daemon.path), socket.SOCK_SEQPACKET)] * 10
+        links = [socket.socket(socket.AF_UNIX, kind) for _, kind in kinds]
+        for link, (path, _) in zip(links, kinds, strict=True):
+            link.connect(str(path))
+        async with asyncio.timeout(20):
+            while daemon.house.connections.refused < 16:  # noqa: ASYNC110 - accepting sets no event
+                await asyncio.sleep(0)
+
+        assert daemon.house.connections.standing == 4
+        for link in links:
+            link.close()
 
 
 def test_q2_limits_that_the_process_has_no_descriptors_for(monkeypatch: pytest.MonkeyPatch) -> None:
