@@ -228,8 +228,9 @@ async def test_r5_killed_and_started_again(folder: Path, seed: int) -> None:
     assert names_in(folder) == ["kv", "s.toml"]
 
 
-async def test_r5_stop_and_a_request_that_waits(seed: int) -> None:
+async def test_r5_stop_and_a_request_that_waits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that waits for another one's reservation is answered or ended, and the stop is not held up by it."""
+    monkeypatch.setattr("tiercache.service.daemon.daemon._REQUESTS_END", 0.2)
     tokens = prompt(seed, 4)
     async with (
         running(small(ssd=None, spec=LARGE)) as (daemon, address),
