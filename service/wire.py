@@ -21,8 +21,6 @@ VERSION = 1
 Numbers = Sequence[int] | NDArray[np.integer]
 SESSION_PATH = "/v1/session"
 """Where the WebSocket of a session is opened on the daemon's socket."""
-CROWDED = b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-"""What a connection to the daemon's socket is answered when there are too many, whatever it asks for."""
 UNKNOWN_BASE = "UnknownBase"
 """The kind of a `Failed` whose request named a prompt that the daemon does not keep; the only one that is no class of errors."""
 GENERATIONS = "generations"
@@ -447,8 +445,34 @@ def unpack_places(data: bytes) -> list[Place]:
     return [Place(*row) for row in zip(*columns, strict=True)]
 
 
+class _Requests:
+    """Decodes requests. Raises msgspec.MsgspecError, UnicodeDecodeError or RecursionError for what is none."""
+
+    def __init__(self) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+        self._parts = msgspec.msgpack.Decoder(list[msgspec.Raw])
+
+    def decode(self, data: bytes) -> Request:
+        """Return the request that `data` says."""
+        frame = self._decoder.decode(data)
+        if isinstance(frame, Open):
+            # msgspec takes the last of two values of one key: the namespace would be one of two that the frame names.
+            _, _, namespace, spec, *_ = self._parts.decode(data)
+            if _pairs(namespace) > len(frame.namespace) or _pairs(spec) > len(frame.spec):
+                raise msgspec.ValidationError("a key comes twice")
+        return frame
+
+
+def _pairs(packed: msgspec.Raw) -> int:
+    """Return how many pairs a map says that it has."""
+    head = bytes(packed)[:5]
+    if head[0] & 0xF0 == 0x80:
+        return head[0] & 0x0F
+    return int.from_bytes(head[1:3] if head[0] == 0xDE else head[1:5], "big")
+
+
 encoder = msgspec.msgpack.Encoder()
-requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+requests = _Requests()
 answers: msgspec.msgpack.Decoder[Reply | Notice] = msgspec.msgpack.Decoder(Reply | Notice)
 fetches: msgspec.msgpack.Decoder[Fetch] = msgspec.msgpack.Decoder(Fetch)
 handed: msgspec.msgpack.Decoder[Handed | Failed] = msgspec.msgpack.Decoder(Handed | Failed)

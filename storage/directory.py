@@ -57,7 +57,7 @@ class DataDirectory:
         self._sync = sync
         _refuse_remote(path, mounts)
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(path)
             self._lock: int | None = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise _refused(path, error) from error
@@ -95,7 +95,7 @@ class DataDirectory:
                 target.mkdir(mode=0o700)
             for name in sorted(names, key=lambda name: name == RECORD):
                 if (self.path / name).exists():
-                    (target / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    make_private((target / name).parent)
                     os.rename(self.path / name, target / name)
             sync_folder(self.path)
         except OSError as error:
@@ -177,6 +177,16 @@ class DataDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder and those above it that are absent, all of them for this user alone, whatever the umask is.
+
+    With `parents=True` those above would get what the umask leaves; in one that others may change they could replace the folder.
+    """
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import lmdb
 
 from tiercache.errors import StoreError, StoreFull
-from tiercache.storage.directory import sync_folder
+from tiercache.storage.directory import make_private, sync_folder
 from tiercache.storage.lmdb_file import check_file
 
 PAGE: Final = min(os.sysconf("SC_PAGE_SIZE"), 32_768)
@@ -51,7 +51,7 @@ def open_environment(folder: Path, *, map_bytes: int, sync: bool, metasync: bool
     with translated(folder):
         absent = [place for place in (folder, *folder.parents) if not place.exists()]
         fresh = not (folder / DATA_FILE).exists()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
         check_file(folder / DATA_FILE, values=databases > 0)  # metadata has few large values, data nothing else
         (folder / "lock.mdb").unlink(missing_ok=True)
         environment = lmdb.open(

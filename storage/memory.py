@@ -50,10 +50,10 @@ class HostMemory:
         except OSError as error:
             raise _refused(size, error) from error
         try:
-            allocate(descriptor, 0, size)
-            # Readers get descriptors that can't write (`open_readonly`). The mode keeps one of the same user from getting a
-            # writable one by opening it again through /proc unless it means to.
+            # Before there is a byte in it: a memfd begins with 0777. Readers get descriptors that can't write (`open_readonly`);
+            # the mode keeps one of the same user from getting a writable one by opening it again through /proc unless it means to.
             os.fchmod(descriptor, 0o400)
+            allocate(descriptor, 0, size)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             mapping = mmap.mmap(descriptor, size)
             _populate(mapping)

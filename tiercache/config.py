@@ -50,6 +50,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What a daemon allows at once: sessions, and in each of them the rest."""
 
     sessions: int = 256
+    connections: int | None = None
+    """Connections on all sockets together, sessions and others. None: two for each session, and 256."""
+    idle_seconds: float = 30.0
+    """How long a connection that is no session may say nothing."""
     requests: int = 256
     """Requests that wait for something."""
     leases: int = 4096
@@ -65,6 +69,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How long one reply may wait for the client to read. Then its session ends."""
     lease_seconds: float = 60.0
     """How long a lease that is copied from, or a reservation, stands without a renewal. Clients renew by themselves."""
+
+    @property
+    def most_connections(self) -> int:
+        """`connections`, or what stands for None."""
+        return self.connections if self.connections is not None else 2 * self.sessions + 256
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -266,6 +275,18 @@ def _check_daemon(config: Config) -> None:
             raise InvalidConfig(
                 f"limits.{name}: must lie between 0.1 and 86400, not {seconds}", field=f"limits.{name}", value=seconds
             )
+    if not 1 <= config.limits.most_connections <= 1 << 22:
+        raise InvalidConfig(
+            f"limits.connections: must lie between 1 and {1 << 22}, not {config.limits.connections}",
+            field="limits.connections",
+            value=config.limits.connections,
+        )
+    if not 0 < config.limits.idle_seconds <= 3600:
+        raise InvalidConfig(
+            f"limits.idle_seconds: must lie above 0 and be at most 3600, not {config.limits.idle_seconds}",
+            field="limits.idle_seconds",
+            value=config.limits.idle_seconds,
+        )
     for name in ("prompt_bytes", "queued_bytes"):
         parse_size(getattr(config.limits, name))
 

@@ -115,7 +115,7 @@ class Channel(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, and no subclass
+        self._transport = cast(asyncio.Transport, transport)  # one in all but name: uvloop's is no subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Say that this is the end."""

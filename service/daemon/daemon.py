@@ -10,14 +10,15 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Self, cast
+from typing import Self
 
 from aiohttp import WSMsgType, web
 
 from tiercache.config import Config
 from tiercache.service import wire
 from tiercache.service.address import DESCRIPTORS_SUFFIX, beside, socket_path
-from tiercache.service.daemon.admin import Admin, bearers_only, peers_only
+from tiercache.service.daemon.admin import MOST_BODY, Admin, bearers_only, peers_only
+from tiercache.service.daemon.connections import Refusing, require_descriptors
 from tiercache.service.daemon.descriptors import Descriptors
 from tiercache.service.daemon.heartbeat import Heartbeat
 from tiercache.service.daemon.house import House
@@ -35,14 +36,11 @@ from tiercache.sizes import parse_size
 log = logging.getLogger(__name__)
 
 _GRACE = 1.0
-"""Seconds between the end of a connection and that of its process's memory, where no pidfd tells; and until a connection that is
-refused must have asked for something."""
+"""Seconds between the end of a connection and that of its process's memory, where no pidfd tells."""
+_LINGER = 1.0
+"""Seconds for which what is left of a request that was answered before it ended is read away."""
 _REQUESTS_END = 5.0
 """Seconds that running requests get when the daemon stops."""
-_MORE_CONNECTIONS = 64
-"""Connections that are no sessions."""
-_MOST_REFUSED = 256
-"""Connections that are being told that they are too many."""
 
 
 class Daemon:
@@ -68,7 +66,7 @@ class Daemon:
         self._servers: list[asyncio.Server] = []
         self._descriptors: Descriptors | None = None
         self._handling: set[asyncio.Task[object]] = set()
-        self._refused: set[_Refusing] = set()
+        self._ending = Finishing("tiercache-session-end")
 
     # --- beginning and end ------------------------------------------------------------------------------------------------
 
@@ -76,6 +74,7 @@ class Daemon:
         """Start. Raises InvalidConfig, SocketRefused and what `TierCache` raises; nothing is left behind then."""
         try:
             token = token_of(self.config)
+            require_descriptors(self.house.connections.most, self.config.limits.sessions)
             self._sockets = Sockets.open(self.path)
             self.heartbeat.start()
             await self._listen(self._sockets.sessions, token=None)
@@ -84,8 +83,7 @@ class Daemon:
             notify(STATUS="allocating memory")
             # To the end, whoever cancels: what a thread allocates is given back when it is there.
             await Finishing("tiercache-start").outlast(self.cache.__aenter__())
-            most = 2 * self.config.limits.sessions + _MORE_CONNECTIONS
-            self._descriptors = Descriptors(self._sockets.descriptors, self.house, most=most)
+            self._descriptors = Descriptors(self._sockets.descriptors, self.house, patience=self.config.limits.idle_seconds)
         except BaseException:
             await self.cache.close()
             await self._shut()
@@ -114,6 +112,7 @@ class Daemon:
                 task.cancel()
             if self._handling:
                 await asyncio.wait(list(self._handling))
+            await self._ending.wait()
             if self._descriptors is not None:
                 self._descriptors.close()
             self.house.close()
@@ -149,20 +148,37 @@ class Daemon:
 
     async def _listen(self, listener: socket.socket, *, token: str | None) -> None:
         local = listener.family == socket.AF_UNIX
-        app = web.Application()
+        app = web.Application(client_max_size=MOST_BODY)
         Admin(self).add_to(app, peers_only if token is None else bearers_only(token))
         if local:
             app.router.add_get(wire.SESSION_PATH, peers_only(self._session))
-        runner = web.AppRunner(app, access_log=None, handle_signals=False, keepalive_timeout=30, shutdown_timeout=1.0)
+        # An idle connection and one that has not asked for anything yet end by the same clock.
+        idle = self.config.limits.idle_seconds
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            keepalive_timeout=idle,
+            lingering_time=_LINGER,
+            shutdown_timeout=1.0,
+        )
         await runner.setup()
         self._runners.append(runner)
-        most = self.config.limits.sessions + _MORE_CONNECTIONS
+        server, connections = runner.server, self.house.connections
+        assert server is not None, "a runner has its server from its set-up on"
+        loop = asyncio.get_running_loop()
+        # The server knows of a connection a moment after it was made; several may be made in that moment.
+        coming: set[web.RequestHandler] = set()
+        connections.add(lambda: len({*server.connections, *coming}))
 
         def make() -> asyncio.Protocol:
-            server = runner.server
-            return _Refusing(self._refused) if server is None or len(server.connections) >= most else server()
+            if not connections.has_room():
+                return Refusing(connections.refusal, connections.lingering)
+            handler = server()
+            coming.add(handler)
+            loop.call_soon(loop.call_soon, coming.discard, handler)
+            return handler
 
-        loop = asyncio.get_running_loop()
         listen = loop.create_unix_server if local else loop.create_server
         self._servers.append(await listen(make, sock=listener))
 
@@ -201,7 +217,8 @@ class Daemon:
             why = "draining"
         finally:
             self._handling.discard(task)
-            await session.end()
+            # Half an end would hold its leases for ever: whoever cancels this handler, the end is waited for.
+            await self._ending.outlast(session.end())
             log.info("session ended", extra={"session": session.number, "why": session.quit or why})
         if not transport.is_closing():
             with contextlib.suppress(ConnectionError):
@@ -210,7 +227,19 @@ class Daemon:
 
     async def _converse(self, session: Session, ws: web.WebSocketResponse) -> str:
         """Take the session's frames until it ends; return why it did."""
+        idle = self.config.limits.idle_seconds
+        try:
+            async with asyncio.timeout(idle) as patience:
+                return await self._take_frames(session, ws, patience)
+        except TimeoutError:
+            return f"no hello within {idle:g} s"
+
+    async def _take_frames(self, session: Session, ws: web.WebSocketResponse, patience: asyncio.Timeout) -> str:
+        greeted = False
         while session.quit is None:
+            if not greeted and self.house.session(session.token) is session:
+                greeted = True
+                patience.reschedule(None)
             message = await ws.receive()
             if message.type is WSMsgType.BINARY:
                 await session.receive(message.data)
@@ -254,37 +283,6 @@ class _Line:
         if self.session is not None:
             self.session.quit = why
         self._transport.abort()
-
-
-class _Refusing(asyncio.Protocol):
-    """Answers a connection that is one too many, whatever it asks for, and closes it.
-
-    Not before it has asked: it would find the connection closed, and never read the answer. `among` are those that are being
-    refused; when they are too many, too, it is closed without a word.
-    """
-
-    def __init__(self, among: set[_Refusing]) -> None:
-        self._among = among
-        self._stream: asyncio.Transport | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._stream = cast(asyncio.Transport, transport)  # uvloop's is one, and no subclass
-        if len(self._among) >= _MOST_REFUSED:
-            self._stream.abort()
-            return
-        self._among.add(self)
-        self._timer = asyncio.get_running_loop().call_later(_GRACE, self._stream.abort)
-
-    def data_received(self, data: bytes) -> None:
-        if self._stream is not None and not self._stream.is_closing():
-            self._stream.write(wire.CROWDED)
-            self._stream.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._among.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -20,13 +21,19 @@ _MOST_REQUEST = 4096
 
 
 class Descriptors:
-    """Answers on the listening socket until `close`. At most `most` connections stand at once; another one is closed."""
+    """Answers on the listening socket until `close`.
 
-    def __init__(self, listener: socket.socket, house: House, *, most: int) -> None:
+    A connection counts among the daemon's; one that is too many is told so and closed, and one that was not handed anything
+    within `patience` seconds is closed.
+    """
+
+    def __init__(self, listener: socket.socket, house: House, *, patience: float) -> None:
         self._listener = listener
         self._house = house
-        self._most = most
+        self._patience = patience
         self._links: dict[socket.socket, set[Watch]] = {}
+        self._silent: dict[socket.socket, asyncio.TimerHandle] = {}
+        house.connections.add(lambda: len(self._links))
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
 
     def close(self) -> None:
@@ -44,11 +51,17 @@ class Descriptors:
             log.warning("no connection for descriptors could be taken: %s", error.strerror)
             return
         link.setblocking(False)
-        if len(self._links) >= self._most or not peer_of(link).may_enter():
+        if not peer_of(link).may_enter():
             link.close()
             return
+        if not self._house.connections.has_room():
+            with link, contextlib.suppress(OSError):
+                self._refuse(link, "LimitReached", self._house.connections.refusal)
+            return
         self._links[link] = set()
-        asyncio.get_running_loop().add_reader(link.fileno(), self._read, link)
+        loop = asyncio.get_running_loop()
+        self._silent[link] = loop.call_later(self._patience, self._drop, link)
+        loop.add_reader(link.fileno(), self._read, link)
 
     def _read(self, link: socket.socket) -> None:
         try:
@@ -71,7 +84,7 @@ class Descriptors:
             session = self._house.session(token)
             if session is None:
                 raise JoinRefused("the token is no living session's: it is wrong, or that session has ended")
-            if len(self._links[link]) >= self._most and session.watch not in self._links[link]:
+            if len(self._links[link]) >= self._house.config.limits.sessions and session.watch not in self._links[link]:
                 raise LimitReached("too many sessions on one connection")
             opened, names = self._open()
         except msgspec.MsgspecError as error:
@@ -87,6 +100,7 @@ class Descriptors:
         finally:
             for descriptor in opened:
                 os.close(descriptor)
+        self._heard(link)
         if session.watch not in self._links[link]:
             self._links[link].add(session.watch)
             session.watch.link()
@@ -116,7 +130,14 @@ class Descriptors:
     def _refuse(self, link: socket.socket, kind: str, message: str) -> None:
         link.send(wire.encoder.encode(wire.Failed(id=0, kind=kind, message=message)))
 
+    def _heard(self, link: socket.socket) -> None:
+        """Let the connection stand, however long it says nothing now: its end will say something."""
+        timer = self._silent.pop(link, None)
+        if timer is not None:
+            timer.cancel()
+
     def _drop(self, link: socket.socket) -> None:
+        self._heard(link)
         asyncio.get_running_loop().remove_reader(link.fileno())
         link.close()
         for watch in self._links.pop(link):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tiercache.clock import Clock
 from tiercache.config import Config
 from tiercache.errors import Closed, LimitReached
+from tiercache.service.daemon.connections import Connections
 from tiercache.service.daemon.peers import Watch
 from tiercache.service.daemon.terms import Terms
 from tiercache.service.inprocess import TierCache
@@ -52,6 +53,7 @@ class House:
         self.boot = secrets.token_bytes(16)
         self.counts = Counts()
         self.terms = Terms(clock)
+        self.connections = Connections(config.limits.most_connections)
         self.draining = False
         self._numbers = itertools.count(1)
         self._sessions: dict[bytes, Session] = {}

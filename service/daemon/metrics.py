@@ -63,6 +63,10 @@ class _Daemon(Collector):
         for what in ("lease", "reservation"):
             lost.add_metric([what], counts.lost[what])
         yield lost
+        yield GaugeMetricFamily("tiercache_connections", "Connections now, on all sockets.", value=house.connections.standing)
+        yield CounterMetricFamily(
+            "tiercache_connections_refused", "Connections that were too many.", value=house.connections.refused
+        )
         requests = CounterMetricFamily("tiercache_requests", "Request frames.", labels=["type"])
         for name, count in counts.requests.items():
             requests.add_metric([name], count)

@@ -57,6 +57,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
             {"session": one.number, "pid": one.pid, "leases": one.holdings.leases, "reservations": one.holdings.reservations}
             for one in house.sessions
         ],
+        "connections": house.connections.standing,
         "kept_back": house.kept_back,
         "counts": {
             "sessions": counts.sessions,
@@ -66,6 +67,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
             "overrun": counts.overrun,
             "stalled": counts.stalled,
             "lost": {"leases": counts.lost["lease"], "reservations": counts.lost["reservation"]},
+            "refused_connections": house.connections.refused,
         },
         "loop": _loop(daemon.heartbeat),
         "stacks": [figures(stack) for stack in daemon.cache.stacks],

@@ -11,6 +11,7 @@ from typing import Self
 
 from tiercache.errors import SocketRefused
 from tiercache.service.address import DESCRIPTORS_SUFFIX, LOCK_SUFFIX, beside
+from tiercache.storage.directory import make_private
 
 _MODE = 0o600
 _BACKLOG = 128
@@ -38,7 +39,7 @@ class Sockets:
         there, when what lies there is no socket, or when the folder can't be used.
         """
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(path.parent)
             _require_own(path.parent)
             lock = _lock(beside(path, LOCK_SUFFIX))
         except OSError as error:

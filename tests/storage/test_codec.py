@@ -1,8 +1,7 @@
-"""The codec: lossless, bounded, one context a thread."""
+"""The codec: lossless and bounded."""
 
 from __future__ import annotations
 
-import threading
 import tracemalloc
 
 import numpy as np
@@ -82,25 +81,3 @@ def test_a_bad_frame_is_untrusted_and_takes_no_memory(frame: bytes) -> None:
 
     assert caught.value.reason == "codec"
     assert peak < 8 * SIZE
-
-
-def test_sixteen_threads_share_a_codec(seed: int) -> None:
-    """2,000 records through 16 threads at once are all exact."""
-    codec = Codec(SIZE)
-    blocks = [bfloat16(seed + place) for place in range(16)]
-    exact: list[int] = []
-
-    def work(place: int) -> None:
-        into = contiguous(GEOMETRY)
-        for turn in range(125):
-            block = blocks[(place + turn) % 16]
-            codec.decompress(codec.compress(block, 2), 2, into)
-            exact.append(int(np.array_equal(into, block)))
-
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert sum(exact) == 2000

@@ -7,8 +7,6 @@ import fcntl
 import gc
 import mmap
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -203,33 +201,6 @@ def test_memory_has_at_least_one_byte(size: int) -> None:
     """Nothing, and less, is refused."""
     with pytest.raises(MemoryRefused, match=str(size)):
         HostMemory(size)
-
-
-ENDS = {
-    "return": "pass",
-    "exit": "sys.exit(3)",
-    "exception": "raise RuntimeError('on purpose')",
-    "terminated": "os.kill(os.getpid(), signal.SIGTERM)",
-    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_a_clients_end_leaves_the_memory_as_it_is(end: str) -> None:
-    """However a process that maps the memory ends, the bytes stay, a second one can map it, and nothing is in /dev/shm."""
-    listed = set(os.listdir("/dev/shm"))
-    memory = HostMemory(8192)
-    memory.array[:] = 0x5A
-    code = f"import mmap, os, signal, sys\nm = mmap.mmap({memory.descriptor}, 8192)\nassert m[1] == 0x5A\nm[0] += 1\n{ENDS[end]}"
-
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-S", "-c", code], pass_fds=[memory.descriptor], capture_output=True, check=False)
-        assert b"resource_tracker" not in done.stderr
-
-    assert memory.array[0] == 0x5C
-    assert (memory.array[1:] == 0x5A).all()
-    assert set(os.listdir("/dev/shm")) <= listed
-    memory.close()
 
 
 class Machine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar, cast
@@ -11,6 +12,7 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from tests.seams import Rig
+from tests.service.caches import SPEC, small
 from tests.service.client.daemons import running
 from tests.service.face_suite import OpenCache, Opened, ReadingSuite, WritingSuite
 from tests.service.face_suite_keeping import IdentitySuite, KeepingSuite
@@ -184,3 +186,28 @@ class TestIdentity(IdentitySuite):
 
 class TestPrefetch(PrefetchSuite):
     pass
+
+
+ON_UVLOOP = """
+import sys, uvloop
+from tests.service.caches import SPACE, SPEC, prompt, read, store
+from tiercache.service.client.client import connect
+
+async def main(address):
+    async with connect(address, deadline=120.0) as client:
+        kv = await client.open(SPACE, SPEC)
+        await store(kv, prompt(1, 4))
+        print(await read(kv, prompt(1, 4)), dict(client.stats().misses))
+
+uvloop.run(main(sys.argv[1]))
+"""
+
+
+async def test_client_on_uvloop() -> None:
+    """The loop that many runners bring: its transports are no subclasses of asyncio's."""
+    async with running(small(ssd=None)) as (_, address):
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", ON_UVLOOP, address, stdout=asyncio.subprocess.PIPE)
+
+        said, _ = await process.communicate()
+
+        assert said.decode() == f"{4 * SPEC.block_size} {{}}\n"

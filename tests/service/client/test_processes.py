@@ -45,42 +45,6 @@ async def test_what_one_process_computed_another_reads(way: str, seed: int) -> N
         assert found["sent"] + found["received"] < BLOCKS * LARGE.block_bytes / 100
 
 
-@pytest.mark.parametrize(
-    ("role", "kept"),
-    [
-        ("hold-lease", BLOCKS),
-        ("hold-view", BLOCKS),
-        ("hold-reading", BLOCKS),
-        ("hold-reserved", 0),
-        ("hold-written", 0),
-        ("hold-committed", 4),
-        ("hold-writing", 0),
-    ],
-)
-async def test_a_client_that_is_killed_holds_nothing(role: str, kept: int, seed: int) -> None:
-    """At every point of a lease's and a reservation's life: claims end, slots come back, neighbours keep their bytes."""
-    tokens, neighbour = prompt(seed, BLOCKS), prompt(seed + 1, 8)
-    async with running(roomy()) as (daemon, address), connect(address, deadline=60.0) as client:
-        kv = await client.open(SPACE, LARGE)
-        await store(kv, neighbour)
-        if kept == BLOCKS:
-            await store(kv, tokens)
-        [stack] = daemon.cache.stacks
-        child = Child(role, address, seed)
-        await child.says()
-        held = await client.check()
-        child.kill()
-        await until(lambda: len(daemon.house.sessions) == 1)
-        await until(lambda: all(pool.census().held == pool.census().quarantined == 0 for pool in stack.cache.residency.slots))
-
-        assert held["leases"] == (kept == BLOCKS) or role.startswith("hold-w") or role in ("hold-reserved", "hold-committed")
-        assert (await client.check())["leases"] == 0
-        assert await read(kv, neighbour) == 8 * SIZE
-        assert await read(kv, tokens) == kept * SIZE
-        await store(kv, tokens)
-        assert await read(kv, tokens) == BLOCKS * SIZE and await read(kv, neighbour) == 8 * SIZE
-
-
 class Runners:
     """Tasks that read and write without end; `steps` counts what they did, `kinds` how."""
 

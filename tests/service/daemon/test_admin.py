@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
@@ -194,20 +193,6 @@ async def test_a_token_file_that_is_no_secret_is_refused(folder: Path, mode: int
         async with Daemon(small(admin="127.0.0.1:0", admin_token_file=str(folder / "token")), folder / "d.sock"):
             pass
     assert names_in(folder) == ["token"]
-
-
-async def test_connections_are_bounded_and_those_that_stand_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more than there may be is closed at once, without a session's limit being touched."""
-    monkeypatch.setattr("tiercache.service.daemon.daemon._MORE_CONNECTIONS", -250)
-    async with daemon_of(folder) as daemon, session_at(daemon.path) as raw:
-        idle = [await asyncio.open_unix_connection(str(daemon.path)) for _ in range(5)]
-
-        reader, writer = await asyncio.open_unix_connection(str(daemon.path))
-        with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
-        await raw.open()
-        for _, other in [*idle, (reader, writer)]:
-            other.close()
 
 
 async def test_logs_hold_no_prompt(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

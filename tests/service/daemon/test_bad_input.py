@@ -15,45 +15,12 @@ from tests.service.daemon.raw import Raw, connected, daemon_of, fetched, session
 from tiercache.config import Limits
 from tiercache.service import wire
 
-MOST = 1024
 NAMED = msgspec.to_builtins(SPACE)
 LAID_OUT = msgspec.to_builtins(SPEC)
 
 
 def say(*parts: object) -> bytes:
     return msgspec.msgpack.encode(parts)
-
-
-FRAMES: dict[str, tuple[bytes, int]] = {
-    "nothing": (b"", 0),
-    "no msgpack": (b"\xc1\xc1\xc1", 0),
-    "not an array": (msgspec.msgpack.encode({"type": "match"}), 0),
-    "unknown type": (say("nonsense", 4), 4),
-    "type of a reply": (say("welcome", 5, 1, b"", 1, b"", "", {}), 5),
-    "a number where text is due": (say(7, 6), 6),
-    "truncated": (say("covered", 7, 1, [1, None, 0, b"1234"])[:-3], 0),
-    "too few fields": (say("covered", 8, 1), 8),
-    "too many fields": (say("release", 9, 1, 2, 3), 9),
-    "text for a number": (say("release", 10, "1"), 10),
-    "true for a number": (say("release", 11, True), 11),
-    "a float for a number": (say("release", 12, 1.5), 12),
-    "null for a number": (say("release", 13, None), 13),
-    "beyond 64 bits": (b"\x93\xa7release\x0e\xcf" + b"\xff" * 8 + b"\xc1", 0),
-    "text for token ids": (say("covered", 15, 1, [1, None, 0, "1234"]), 15),
-    "a list of token ids": (say("covered", 16, 1, [1, None, 0, [1, 2, 3, 4]]), 16),
-    "nested ten thousand deep": (b"\x94\xa4open\x11" + b"\x81\xa1a" * 10_000 + b"\xc0\x80", 0),
-    "more behind it": (say("check", 18) + b"\x00", 0),
-}
-
-
-@pytest.mark.parametrize("name", FRAMES)
-async def test_a_frame_that_is_none(folder: Path, name: str) -> None:
-    data, number = FRAMES[name]
-    async with daemon_of(folder) as daemon, session_at(daemon.path) as raw:
-        failed = await raw.garbage(data)
-
-        assert (failed.id, failed.kind) == (number, "InvalidFrame") and failed.message
-        assert (await raw.call(wire.Audited, wire.Check)).faults == []
 
 
 async def test_text_is_no_frame(folder: Path) -> None:
@@ -82,30 +49,6 @@ async def test_another_version_is_told_so_and_the_session_ends(folder: Path, fra
             assert await raw.ended()
         async with session_at(daemon.path) as raw:
             await raw.open()
-
-
-async def test_a_frame_above_the_cap_ends_the_session_alone(folder: Path) -> None:
-    async with daemon_of(folder, small(max_tokens=MOST)) as daemon, session_at(daemon.path) as other:
-        async with session_at(daemon.path) as raw:
-            await raw.ws.send_bytes(bytes(raw.welcome.limits["frame"] + 1))
-
-            await raw.ended()
-            assert raw.ws.close_code == 1009
-        await other.open()
-
-
-async def test_too_many_tokens_is_an_answer(folder: Path) -> None:
-    """Up to twice the limit a frame is read, and the session goes on."""
-    async with daemon_of(folder, small(max_tokens=MOST)) as daemon, session_at(daemon.path) as raw:
-        opened = await raw.open()
-        tokens = list(range(2 * MOST))
-
-        assert await raw.refused(wire.Match, kv=opened.kv, prompt=whole(tokens[: MOST + 1])) == "InvalidTokens"
-        assert await raw.refused(wire.Match, kv=opened.kv, prompt=whole(tokens)) == "InvalidTokens"
-        first = whole(tokens[:MOST])
-        await raw.call(wire.Leased, wire.Match, kv=opened.kv, prompt=first)
-        grown = wire.Prompt(2, first.number, 4 * MOST, b"\0\0\0\0")
-        assert await raw.refused(wire.Match, kv=opened.kv, prompt=grown) == "InvalidTokens"
 
 
 PROMPTS = {

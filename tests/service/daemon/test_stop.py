@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 from tests.seams import Rig
 from tests.service.caches import SPEC, prompt, small
 from tests.service.daemon.http import get
-from tests.service.daemon.raw import PATIENCE, are_exact, daemon_of, fetched, names_in, session_at, stored, whole
+from tests.service.daemon.raw import PATIENCE, daemon_of, fetched, names_in, session_at, stored, whole
 from tiercache.errors import DirectoryLocked, MemoryRefused
 from tiercache.service import wire
 from tiercache.service.daemon.daemon import Daemon, serve
@@ -59,61 +58,6 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
     async with asyncio.timeout(PATIENCE):
         _, said = await process.communicate()
     return process.returncode, said.decode()
-
-
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM], [signal.SIGINT]])
-async def test_a_signal_stops_in_order_and_what_was_stored_is_there_again(folder: Path, signals: list[signal.Signals]) -> None:
-    """Clients are told, the session ends, blocks are written down, names go; a second signal changes nothing."""
-    tokens = prompt(1, 4)
-    process = await started(folder)
-    await logged(process, '"serving"')
-    async with session_at(folder / "d.sock") as raw:
-        opened = await raw.open()
-        await stored(raw, opened, await fetched(raw), tokens)
-        boot = raw.welcome.boot
-        for number in signals:
-            process.send_signal(number)
-        assert isinstance(await raw.notice(), wire.Draining)
-        assert await raw.ended()
-        assert raw.ws.close_code == 1001
-    code, _ = await ended(process)
-    assert code == 0
-    assert names_in(folder) == ["c.toml", "kv"]
-
-    process = await started(folder)
-    await logged(process, '"serving"')
-    async with session_at(folder / "d.sock") as raw:
-        opened = await raw.open()
-        handed = await fetched(raw)
-        hit = await raw.call(wire.Leased, wire.Match, kv=opened.kv, prompt=whole(tokens))
-        ready = await raw.call(wire.Places, wire.Ready, lease=hit.lease)
-        assert hit.tiers == {"SSD": 4} and are_exact(opened, handed, ready.places, tokens) == 4
-        assert raw.welcome.boot != boot
-    process.terminate()
-    assert (await ended(process))[0] == 0
-
-
-async def test_a_killed_daemon_is_followed_by_another_one(folder: Path) -> None:
-    """Sockets and locks that it left do not stand in the way; what was acknowledged as durable is there."""
-    tokens = prompt(1, 4)
-    process = await started(folder)
-    await logged(process, '"serving"')
-    async with session_at(folder / "d.sock") as raw:
-        opened = await raw.open()
-        await stored(raw, opened, await fetched(raw), tokens)
-        assert (await raw.call(wire.Count, wire.Flush, kv=opened.kv, prompt=whole(tokens))).count == 4
-        process.kill()
-        assert not await raw.ended()
-    await ended(process)
-    assert (folder / "d.sock").is_socket()
-
-    process = await started(folder)
-    await logged(process, '"serving"')
-    async with session_at(folder / "d.sock") as raw:
-        opened = await raw.open()
-        assert (await raw.call(wire.Count, wire.Covered, kv=opened.kv, prompt=whole(tokens))).count == 4
-    process.terminate()
-    assert (await ended(process))[0] == 0
 
 
 async def test_systemd_is_told(folder: Path) -> None:
