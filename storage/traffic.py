@@ -142,6 +142,14 @@ class Traffic:
                 self._draining.add(position)
                 self._spawn(self._drain(position), f"drain-{self._cache.tiers[position]}")
 
+    def unkept(self) -> list[tuple[int, int, int]]:
+        """Return the tiers below their low watermark that nothing drains: position, free slots, and how many are to be free."""
+        return [
+            (position, pool.free, self._low[position])
+            for position, pool in enumerate(self._cache.residency.slots)
+            if pool.free < self._low[position] and position not in self._draining
+        ]
+
     async def _drain(self, position: int) -> None:
         pool, moves = self._cache.residency.slots[position], self._cache.moves
         try:

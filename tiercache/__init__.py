@@ -41,6 +41,7 @@ from tiercache.errors import (
     UnsupportedSpec,
     Untrusted,
     VersionMismatch,
+    WorkerDied,
 )
 from tiercache.spec import KVSpec, Namespace
 from tiercache.types import Tier
@@ -101,6 +102,7 @@ __all__ = [
     "UnsupportedSpec",
     "Untrusted",
     "VersionMismatch",
+    "WorkerDied",
     "__version__",
     "connect",
 ]

@@ -56,6 +56,7 @@ FACE = {
     "UnsupportedSpec",
     "Untrusted",
     "VersionMismatch",
+    "WorkerDied",
 }
 
 
