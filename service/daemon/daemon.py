@@ -78,6 +78,7 @@ class Daemon:
             most = 2 * self.config.limits.sessions + _MORE_CONNECTIONS
             self._descriptors = Descriptors(self._sockets.descriptors, self.house, most=most)
         except BaseException:
+            self.state = "failed"
             await self.cache.close()
             await self._shut()
             raise
