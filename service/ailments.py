@@ -89,7 +89,7 @@ def quarantined(stack: Stack) -> list[int]:
 
 def _slow_calls(cache: TierCache, now: float) -> Iterator[Sign]:
     for lane in cache.lanes():
-        if lane.longest is None or lane.longest < SLOW_SECONDS:
+        if lane.lane is Lane.WATCH or lane.longest is None or lane.longest < SLOW_SECONDS:
             continue
         code = Code.COPY_SLOW if lane.lane is Lane.COPY else Code.DISK_SLOW
         text = f"{_WHAT[lane.lane]} has been running for {lane.longest:.0f} s (limit {SLOW_SECONDS:.0f} s)"
@@ -152,7 +152,7 @@ def _room(cache: TierCache, now: float) -> Iterator[Sign]:
     if watch.room is None:
         return
     limit = next(tier.bytes for tier in cache.config.tiers if tier.place is Tier.SSD)
-    need = min(2 * parse_size(cache.config.batch_bytes), max(0, limit - watch.room.files))
+    need = min(2 * parse_size(cache.config.batch_bytes), max(0, limit - watch.room.data))
     if watch.room.free < need:
         text = f"{format_size(watch.room.free)} are free where {watch.directory} lies; the next writes may want {format_size(need)}"
         yield Sign(code=Code.DISK_LOW, message=text)

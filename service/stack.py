@@ -53,7 +53,8 @@ _SWEEP_PAUSE = 60.0
 
 
 def _threads(config: Config, clock: Clock) -> Workers:
-    return ThreadWorkers({Lane.COPY: config.copy_threads, Lane.READ: config.read_threads, Lane.WRITE: _WRITERS}, clock=clock)
+    counts = {Lane.COPY: config.copy_threads, Lane.READ: config.read_threads, Lane.WRITE: _WRITERS, Lane.WATCH: 1}
+    return ThreadWorkers(counts, clock=clock)
 
 
 def _as_it_is(copier: Copier) -> Copier:

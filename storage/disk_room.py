@@ -25,8 +25,10 @@ class DiskRoom(NamedTuple):
     """What this user may still write."""
     size: int
     """Of the file system."""
-    files: int
-    """The length of the SSD tier's files. LMDB never shrinks one: it is the most that was in use at once."""
+    data: int
+    """The length of the SSD tier's files of blocks. LMDB never shrinks one: it is the most that was in use at once."""
+    metadata: int
+    """The length of its file of metadata."""
     folders: frozenset[str] = frozenset()
     """What lies in the directory beside files."""
 
@@ -34,11 +36,11 @@ class DiskRoom(NamedTuple):
 def measure(directory: Path) -> DiskRoom:
     """Look at the file system under `directory` and at the tier's files in it. Raises OSError; may hang with the disk."""
     room = os.statvfs(directory)
-    files = [directory / METADATA / DATA_FILE, *(directory / BLOCKS).glob(f"**/{DATA_FILE}")]
     return DiskRoom(
         free=room.f_bavail * room.f_frsize,
         size=room.f_blocks * room.f_frsize,
-        files=sum(_length(file) for file in files),
+        data=sum(_length(file) for file in (directory / BLOCKS).glob(f"**/{DATA_FILE}")),
+        metadata=_length(directory / METADATA / DATA_FILE),
         folders=frozenset(entry.name for entry in directory.iterdir() if entry.is_dir()),
     )
 
@@ -53,7 +55,7 @@ def _length(file: Path) -> int:
 class DiskWatch:
     """The last look at a file system and its age. Whoever asks never waits for the disk longer than he says.
 
-    One look at a time, in the lane of reads: while that hangs, what was seen last grows older, and `asked_for` says how long.
+    One look at a time, in a lane of its own: while that hangs, what was seen last grows older, and `asked_for` says how long.
     """
 
     def __init__(self, directory: Path, workers: Workers, clock: Clock, look: Callable[[Path], DiskRoom] = measure) -> None:
@@ -102,7 +104,7 @@ class DiskWatch:
 
     async def _see(self) -> None:
         try:
-            self.room = await self._workers.run(Lane.READ, self._look, self.directory)
+            self.room = await self._workers.run(Lane.WATCH, self._look, self.directory)
             self._seen_at, self.error = self._clock.now(), None
             self._ever |= self.room.folders
         except (OSError, TierCacheError) as error:

@@ -31,6 +31,8 @@ class Lane(enum.Enum):
     """From a durable store."""
     WRITE = "write"
     """To a durable store."""
+    WATCH = "watch"
+    """To look at a durable store's file system, for who asks how it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,9 @@ class _Hand:
 
     def __init__(self) -> None:
         self.job: _Job | None = None
-        self.began = 0.0
+        """What it has not answered yet: failed, should the thread die."""
+        self.began: float | None = None
+        """Since when its present call runs; None between calls."""
         self.thread: threading.Thread
 
 
@@ -162,7 +166,7 @@ class ThreadWorkers:
     def _state(self, crew: _Crew) -> LaneState:
         self._tend(crew)
         now = self._clock.now()
-        began = [hand.began for hand in list(crew.hands) if hand.job is not None]
+        began = [since for hand in list(crew.hands) if (since := hand.began) is not None]
         return LaneState(
             lane=crew.lane,
             threads=crew.count,
@@ -209,13 +213,15 @@ class ThreadWorkers:
 
     def _serve(self, crew: _Crew, hand: _Hand) -> None:
         while (job := crew.jobs.get()) is not None:
-            hand.began = self._clock.now()
             hand.job = job
+            hand.began = self._clock.now()
             try:
                 result = job.call(*job.args)
             except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits
+                hand.began = None  # first: who is told that the call has ended must not find that it runs
                 _post(job.loop, _fail, job.future, error)
             else:
+                hand.began = None
                 _post(job.loop, _succeed, job.future, result)
                 del result
             # What the call worked on is not to live until the next job comes.

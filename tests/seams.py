@@ -94,7 +94,7 @@ class Threads:
 
     def __call__(self, config: Config, clock: Clock) -> Workers:
         """Return workers for `config`."""
-        counts = {Lane.COPY: config.copy_threads, Lane.READ: config.read_threads, Lane.WRITE: 4}
+        counts = {Lane.COPY: config.copy_threads, Lane.READ: config.read_threads, Lane.WRITE: 4, Lane.WATCH: 1}
         return HeldWorkers(ThreadWorkers(counts, clock=clock), self)
 
     def hold(self, name: str, times: int = 1 << 30) -> ThreadHold:

@@ -78,7 +78,8 @@ class _Daemon(Collector):
         for name, says, value in (
             ("free_bytes", "What the file system under the SSD tier has free.", watch.room.free),
             ("size_bytes", "The size of that file system.", watch.room.size),
-            ("file_bytes", "The length of the SSD tier's files.", watch.room.files),
+            ("data_bytes", "The length of the SSD tier's files of blocks.", watch.room.data),
+            ("metadata_bytes", "The length of the SSD tier's file of metadata.", watch.room.metadata),
             ("age_seconds", "How old these figures are.", watch.age or 0.0),
         ):
             yield GaugeMetricFamily(f"tiercache_disk_{name}", says, value=value)

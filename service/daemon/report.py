@@ -77,7 +77,13 @@ def _disk(watch: DiskWatch | None) -> dict[str, Any] | None:
     if watch is None or watch.room is None:
         return None
     room = watch.room
-    return {"free_bytes": room.free, "size_bytes": room.size, "file_bytes": room.files, "age_seconds": watch.age}
+    return {
+        "free_bytes": room.free,
+        "size_bytes": room.size,
+        "data_bytes": room.data,
+        "metadata_bytes": room.metadata,
+        "age_seconds": watch.age,
+    }
 
 
 def _stack(stack: Stack) -> dict[str, Any]:
