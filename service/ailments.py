@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tiercache.service.lateness import LAG_SECONDS, TOLD_SECONDS
 from tiercache.service.stack import Stack
 from tiercache.sizes import format_size, parse_size
 from tiercache.storage.troubles import Trouble
@@ -20,8 +21,6 @@ SLOW_SECONDS = 5.0
 """A call that has been running for longer is told, and a look at the file system that does not come back."""
 DEATH_SECONDS = 60.0
 """How long the death of a thread is told, as another has taken its place by then."""
-LAG_SECONDS = 0.25
-"""By how much the event loop may be late."""
 WATERMARK_SECONDS = 10.0
 """How long a tier may stay below its low watermark."""
 MUCH_APART = 0.05
@@ -112,9 +111,13 @@ def _dead_workers(cache: TierCache, now: float) -> Iterator[Sign]:
 
 
 def _late_loop(cache: TierCache, now: float) -> Iterator[Sign]:
-    late = cache.examiner.lag()
-    if late > LAG_SECONDS:
-        yield Sign(code=Code.LOOP_LAG, message=f"the event loop was late by {late:.2f} s (limit {LAG_SECONDS} s)")
+    late = cache.examiner.lateness.recent()
+    if late is not None:
+        text = (
+            f"the event loop was late by up to {late.worst:.2f} s (limit {LAG_SECONDS} s), last {now - late.last:.0f} s ago; told "
+            f"for {TOLD_SECONDS:.0f} s"
+        )
+        yield Sign(code=Code.LOOP_LAG, message=text, since=late.since)
 
 
 # --- the disk -------------------------------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tiercache.clock import Clock
 from tiercache.service.ailments import CHECKS, Code, Sign
+from tiercache.service.lateness import Lateness
 
 if TYPE_CHECKING:
     from tiercache.service.inprocess import TierCache
@@ -47,14 +48,14 @@ class Health:
 class Examiner:
     """Looks at one cache. It remembers when it first saw a sign that has no time of its own, and nothing else.
 
-    `lag` says by how many seconds the event loop was last late; a daemon that measures it puts its own there.
+    Who measures how late the event loop is tells `lateness`.
     """
 
     def __init__(self, cache: TierCache, clock: Clock) -> None:
         self._cache = cache
         self._clock = clock
         self._seen: dict[tuple[Code, str], float] = {}
-        self.lag: Callable[[], float] = _no_lag
+        self.lateness = Lateness(clock)
 
     async def examine(self) -> Health:
         """Look at everything. Waits for the disk for a fifth of a second at most."""
@@ -77,7 +78,3 @@ class Examiner:
     def _signs(self) -> Iterator[Sign]:
         for check in CHECKS:
             yield from check(self._cache, self._clock.now())
-
-
-def _no_lag() -> float:
-    return 0.0

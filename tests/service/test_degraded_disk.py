@@ -33,7 +33,7 @@ def broken() -> OSError:
 
 
 def full_map() -> Exception:
-    return lmdb.MapFullError("mdb_put: MDB_MAP_FULL")  # type: ignore[no-any-return]
+    return lmdb.MapFullError("mdb_put: MDB_MAP_FULL")
 
 
 async def retried(cache: TierCache) -> None:

@@ -9,6 +9,7 @@ from tests.service.ailing import ailments
 from tests.service.caches import SIZE, free, opened_kv, prompt, read, small, stack_of, store
 from tiercache.service.ailments import CHECKS, WATERMARK_SECONDS
 from tiercache.service.health import Code
+from tiercache.service.lateness import TOLD_SECONDS
 from tiercache.types import Tier
 
 
@@ -57,18 +58,26 @@ async def test_a_shortfall_that_passes_is_not_told(seed: int) -> None:
 
 
 async def test_a_loop_that_is_late_is_told(tmp_path: Path) -> None:
-    """By the figure of who measures it, above a quarter of a second, and no longer than it is so."""
-    late = 0.2
-    async with opened_kv(small(directory=tmp_path / "ssd")) as (cache, _):
-        cache.examiner.lag = lambda: late
+    """By the figures of who measures it, above a quarter of a second: the worst, for a minute after the last."""
+    clock = FakeClock()
+    async with opened_kv(small(directory=tmp_path / "ssd"), Rig(clock=clock)) as (cache, _):
+        lateness = cache.examiner.lateness
+        lateness.note(0.25)
         assert await ailments(cache) == {}
-        late = 0.7
+        lateness.note(0.7)
+        clock.advance(50.0)
+        lateness.note(0.3)
+        clock.advance(20.0)
+        lateness.note(0.001)
 
         found = await ailments(cache)
 
-        assert set(found) == {Code.LOOP_LAG} and "late by 0.70 s (limit 0.25 s)" in found[Code.LOOP_LAG].message
-        late = 0.0
+        assert set(found) == {Code.LOOP_LAG} and found[Code.LOOP_LAG].since_seconds == 70.0
+        assert "late by up to 0.70 s (limit 0.25 s), last 20 s ago" in found[Code.LOOP_LAG].message
+        clock.advance(TOLD_SECONDS - 20.0)
         assert await ailments(cache) == {}
+        lateness.note(0.3)
+        assert "up to 0.30 s" in (await ailments(cache))[Code.LOOP_LAG].message
 
 
 async def test_every_ailment_has_a_function_that_looks(tmp_path: Path) -> None:

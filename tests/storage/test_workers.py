@@ -146,7 +146,7 @@ async def test_how_long_a_call_has_run_is_told_by_the_clock() -> None:
     clock = FakeClock()
     with workers_of(2, clock=clock) as workers:
         first, second = ThreadHold(), ThreadHold()
-        calls = [asyncio.ensure_future(workers.run(Lane.COPY, first.stand))]
+        calls: list[asyncio.Future[Any]] = [asyncio.ensure_future(workers.run(Lane.COPY, first.stand))]
         await first.reached()
         clock.advance(20.0)
         calls.append(asyncio.ensure_future(workers.run(Lane.COPY, second.stand)))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.project.tree import ROOT
 from tests.seams import PATIENCE, FakeClock, Rig
 from tests.service.caches import prompt, small
 from tests.service.client.fake import until
@@ -73,6 +74,17 @@ async def test_a_daemon_that_is_well_says_ok(folder: Path) -> None:
     assert found['tiercache_worker_deaths_total{lane="write"}'] == 0 and found["tiercache_disk_free_bytes"] > 0
     assert stats["health"] == {"status": "ok", "reasons": []}
     assert stats["disk"]["data_bytes"] > 0 and stats["stacks"][0]["troubles"] == []
+
+
+async def test_the_reference_describes_every_metric(folder: Path) -> None:
+    """What is scraped has a row in the page, under the name that it is scraped by."""
+    page = (ROOT / "docs/reference/admin.md").read_text()
+    async with filled(folder, Rig()) as (daemon, _, _):
+        await get(daemon.path, "/health")
+        _, text = await get(daemon.path, "/metrics")
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
+
+    assert len(names) >= 30 and [name for name in names if f"`{name}`" not in page] == []
 
 
 async def test_a_full_disk_is_degraded_and_no_reason_to_restart(folder: Path) -> None:
