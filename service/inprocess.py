@@ -38,7 +38,7 @@ from tiercache.storage.contract import Store
 from tiercache.storage.disk_room import DiskWatch
 from tiercache.storage.layouts import SLOT_ALIGNMENT
 from tiercache.storage.memory import HostMemory, require_memory
-from tiercache.storage.ssd import SsdTier
+from tiercache.storage.ssd import SsdStore, SsdTier
 from tiercache.storage.workers import Lane, LaneState, Workers
 from tiercache.types import Tier
 
@@ -249,6 +249,11 @@ class TierCache:
     def lanes(self) -> tuple[LaneState, ...]:
         """Return how the worker threads do; nothing when the cache is closed."""
         return self._workers.lanes() if self._workers is not None else ()
+
+    @property
+    def ssd_limit(self) -> int:
+        """How many bytes the SSD tier's files of blocks may take together, for the models that are open."""
+        return sum(store.limit_bytes for stack in self.stacks for store in stack.stores if isinstance(store, SsdStore))
 
     @property
     def aside(self) -> Path | None:

@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 
 from tiercache.cache import Cache
 from tiercache.clock import Clock
+from tiercache.errors import WorkerDied
 from tiercache.leases import Lease, Reservation
 from tiercache.storage.mover import Flight, Mover
 from tiercache.transfer import Transfer
@@ -349,7 +350,8 @@ class Traffic:
                 except TimeoutError:
                     break
                 if report is None or report.error is not None:
-                    refused = not (report is not None and report.rotten)
+                    # What was rotten, or died with its thread, says nothing about the others.
+                    refused = not (report is not None and (report.rotten or isinstance(report.error, WorkerDied)))
                     break
             if refused:
                 break

@@ -79,6 +79,7 @@ class _Daemon(Collector):
             ("free_bytes", "What the file system under the SSD tier has free.", watch.room.free),
             ("size_bytes", "The size of that file system.", watch.room.size),
             ("data_bytes", "The length of the SSD tier's files of blocks.", watch.room.data),
+            ("limit_bytes", "What those files may take, for the models that are open.", self._daemon.cache.ssd_limit),
             ("metadata_bytes", "The length of the SSD tier's file of metadata.", watch.room.metadata),
             ("age_seconds", "How old these figures are.", watch.age or 0.0),
         ):

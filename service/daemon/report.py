@@ -56,7 +56,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
             "overrun": counts.overrun,
         },
         "workers": [_lane(lane) for lane in daemon.cache.lanes()],
-        "disk": _disk(daemon.cache.disk_watch),
+        "disk": _disk(daemon.cache.disk_watch, daemon.cache.ssd_limit),
         "stacks": [_stack(stack) for stack in daemon.cache.stacks],
     }
 
@@ -73,7 +73,7 @@ def _lane(lane: LaneState) -> dict[str, Any]:
     }
 
 
-def _disk(watch: DiskWatch | None) -> dict[str, Any] | None:
+def _disk(watch: DiskWatch | None, limit: int) -> dict[str, Any] | None:
     if watch is None or watch.room is None:
         return None
     room = watch.room
@@ -81,6 +81,7 @@ def _disk(watch: DiskWatch | None) -> dict[str, Any] | None:
         "free_bytes": room.free,
         "size_bytes": room.size,
         "data_bytes": room.data,
+        "limit_bytes": limit,
         "metadata_bytes": room.metadata,
         "age_seconds": watch.age,
     }

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Set
 
 from tests.seams import PATIENCE
+from tests.service.client.fake import until
 from tiercache.service.health import Ailment, Code
 from tiercache.service.inprocess import TierCache
 
@@ -24,3 +25,8 @@ async def eventually(cache: TierCache, codes: Set[Code]) -> None:
     async with asyncio.timeout(PATIENCE):
         while set(await ailments(cache)) != codes:  # noqa: ASYNC110 - health is computed when asked for, and sets no event
             await asyncio.sleep(0.005)
+
+
+async def compared(cache: TierCache) -> None:
+    """Wait until metadata has been compared with data: that waits for a write that hangs, too, and would be told beside it."""
+    await until(lambda: all(stack._sweeping is None or stack._sweeping.done() for stack in cache.stacks))

@@ -12,7 +12,7 @@ import lmdb
 import pytest
 
 from tests.seams import PATIENCE, FakeClock, Rig
-from tests.service.ailing import ailments, eventually
+from tests.service.ailing import ailments, compared, eventually
 from tests.service.caches import SIZE, SPEC, opened, opened_kv, prompt, read, sink, small, stack_of, store, tensor_of
 from tiercache.errors import StoreFull
 from tiercache.service.health import Code
@@ -131,6 +131,7 @@ async def test_a_write_that_hangs_is_told_with_its_time_and_holds_up_nobody_else
     tokens, new = prompt(seed, 4), prompt(seed + 1, 4)
     async with opened_kv(small(hbm=16, dram=16, directory=tmp_path / "ssd"), rig) as (cache, kv):
         await store(kv, tokens)
+        await compared(cache)
         hold = rig.disk.hold("commit")
         flushing = asyncio.ensure_future(kv.flush(tokens))
         await hold.reached()

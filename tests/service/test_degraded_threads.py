@@ -72,6 +72,20 @@ async def test_a_dead_writer_thread_is_told_and_replaced(tmp_path: Path, seed: i
         assert await read(kv, tokens) == 4 * SIZE
 
 
+async def test_a_writer_thread_that_dies_at_the_end_costs_its_own_blocks_alone(tmp_path: Path, seed: int) -> None:
+    """Closing writes down the rest: of three prompts the one whose write died is missing, the others are there, exact."""
+    config = small(hbm=16, directory=tmp_path / "ssd")
+    rig, prompts = Rig(), [prompt(seed + number, 4) for number in range(3)]
+    async with opened_kv(config, rig) as (cache, kv):
+        for tokens in prompts:
+            await store(kv, tokens)
+        rig.threads.kill("_put")
+        await cache.close()
+    async with opened_kv(config) as (cache, kv):
+        assert sorted([await read(kv, tokens) for tokens in prompts]) == [0, 4 * SIZE, 4 * SIZE]
+        await cache.check()
+
+
 async def test_a_dead_reader_thread_of_the_disk_is_a_miss(tmp_path: Path, seed: int) -> None:
     """What it was to bring up stays where it is, and is read the next time."""
     rig = Rig()

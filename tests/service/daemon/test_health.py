@@ -14,6 +14,7 @@ import pytest
 
 from tests.project.tree import ROOT
 from tests.seams import PATIENCE, FakeClock, Rig
+from tests.service.ailing import compared
 from tests.service.caches import prompt, small
 from tests.service.client.fake import until
 from tests.service.daemon.http import get
@@ -73,7 +74,8 @@ async def test_a_daemon_that_is_well_says_ok(folder: Path) -> None:
     assert [found[f'tiercache_workers{{lane="{lane}",state="alive"}}'] for lane in ("copy", "read", "write")] == [2, 2, 4]
     assert found['tiercache_worker_deaths_total{lane="write"}'] == 0 and found["tiercache_disk_free_bytes"] > 0
     assert stats["health"] == {"status": "ok", "reasons": []}
-    assert stats["disk"]["data_bytes"] > 0 and stats["stacks"][0]["troubles"] == []
+    assert 0 < stats["disk"]["data_bytes"] <= stats["disk"]["limit_bytes"] == found["tiercache_disk_limit_bytes"]
+    assert stats["stacks"][0]["troubles"] == []
 
 
 async def test_the_reference_describes_every_metric(folder: Path) -> None:
@@ -119,6 +121,7 @@ async def test_a_disk_that_hangs_is_told_and_holds_up_no_answer(folder: Path) ->
     clock = FakeClock()
     rig = Rig(clock=clock)
     async with filled(folder, rig) as (daemon, raw, opened):
+        await compared(daemon.cache)
         write, room = rig.disk.hold("commit"), rig.disk.hold("room")
         async with asyncio.timeout(PATIENCE):
             number = await raw.send(wire.Flush, kv=opened.kv, prompt=whole(prompt(1, 4)))
