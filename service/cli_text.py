@@ -21,6 +21,7 @@ _STYLES = {str(tier): COLOURS[tier] for tier in TIERS}
 _TAG = re.compile(r"\[(\w+)\]")
 _RAILS = re.compile(r"[│├└─ ]*")
 _MOST_SESSIONS = 8
+_MOST_REASONS = 6
 
 
 def plain_table(first: str, *rest: str, left: Iterable[str] = ()) -> Table:
@@ -58,6 +59,7 @@ def stats_view(found: Found) -> Group:
     counts = found["counts"]
     parts: list[RenderableType] = [
         _head(found),
+        *_reasons(found["health"], most=len(found["health"]["reasons"])),
         Text(
             f"{counts['sessions']} sessions in all, {sum(counts['requests'].values())} requests, "
             f"{sum(counts['failures'].values())} refused",
@@ -70,6 +72,10 @@ def stats_view(found: Found) -> Group:
         parts += ["", *_stack(stack)]
     if not found["stacks"]:
         parts += ["", Text("No model has opened a namespace yet.")]
+    if found["workers"]:
+        parts += ["", _workers(found["workers"])]
+    if found["disk"] is not None:
+        parts.append(_disk(found["disk"]))
     if counts["failures"]:
         table = plain_table("refused", "requests")
         for name, count in counts["failures"].items():
@@ -82,9 +88,50 @@ def stats_view(found: Found) -> Group:
 
 def _head(found: Found) -> Text:
     line = Text()
-    line.append(str(found["status"]), style="green" if found["status"] == "serving" else "yellow")
+    well = found["status"] == "serving" and found["health"]["status"] == "ok"
+    line.append(str(found["status"]), style="green" if well else "yellow")
     line.append(f" for {span(found['seconds'])}, {many(len(found['sessions']), 'session')} now")
+    if found["health"]["reasons"]:
+        line.append(f", {found['health']['status']}", style="bold yellow")
     return line
+
+
+def _reasons(health: Found, *, most: int) -> list[Table | Text]:
+    """Return what ails the daemon: since when, by which code, and in words that are broken where the terminal ends."""
+    reasons = health["reasons"]
+    if not reasons:
+        return []
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(no_wrap=True, style="bold yellow")
+    table.add_column(overflow="fold", ratio=1)
+    for one in reasons[:most]:
+        table.add_row(span(one["since_seconds"]), one["code"], Text(one["message"]))  # Text: brackets in it are no markup
+    more = len(reasons) - most
+    return [table, Text(f"… and {more} more: tiercache stats", style="dim")] if more > 0 else [table]
+
+
+def _workers(lanes: list[Found]) -> Table:
+    table = plain_table("threads for", "alive", "of", "busy", "queued", "longest call", "died")
+    for lane in lanes:
+        longest = lane["longest_seconds"]
+        table.add_row(
+            lane["lane"],
+            str(lane["alive"]),
+            str(lane["threads"]),
+            str(lane["busy"]),
+            str(lane["queued"]),
+            "·" if longest is None else f"{longest:.1f} s",
+            str(lane["deaths"]),
+        )
+    return table
+
+
+def _disk(disk: Found) -> Text:
+    return Text(
+        f"SSD: files of {format_size(disk['data_bytes'] + disk['metadata_bytes'])}, {format_size(disk['free_bytes'])} of "
+        f"{format_size(disk['size_bytes'])} free, {disk['age_seconds']:.0f} s ago"
+    )
 
 
 def _stack(stack: Found) -> list[RenderableType]:
@@ -208,6 +255,7 @@ def top_view(found: Found, before: Found | None, socket: str) -> Group:
     head = _head(found)
     head.append(f", {requests / seconds:.1f} requests/s")
     parts: list[RenderableType] = [head, Text(socket, style="dim", no_wrap=True, overflow="ellipsis")]
+    parts += _reasons(found["health"], most=_MOST_REASONS)
     old = {stack["block_bytes"]: stack for stack in before["stacks"]} if before else {}
     for stack in found["stacks"]:
         parts += ["", *_top_stack(stack, old.get(stack["block_bytes"]), seconds)]

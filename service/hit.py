@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tiercache.checks import hashable, integer
-from tiercache.errors import LeaseReleased
+from tiercache.errors import LeaseReleased, WorkerDied
 from tiercache.leases import Lease
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors
@@ -139,7 +139,10 @@ class Hit:
         out = tensors.empty(spec, tokens) if out is None else tensors.require_out(out, spec, tokens)
         planes = tensors.planes_for_writing(out, spec)
         stack = self._desk.stack
-        good = await stack.finishing.outlast(stack.reader.gather(places, planes)) if places else 0
+        try:
+            good = await stack.finishing.outlast(stack.reader.gather(places, planes)) if places else 0
+        except WorkerDied:
+            return out[:, :, : self._nothing()]
         if good < len(places):
             self._desk.stack.distrust(self._live().lease, good)
             self._tokens = min(self._tokens, good * spec.block_size)
@@ -162,7 +165,10 @@ class Hit:
         stack = self._desk.stack
         if places:
             copy = stack.reader.layer(places, layer, tensors.planes_for_writing(whole, one))
-            await (copy if out is None else stack.finishing.outlast(copy))
+            try:
+                await (copy if out is None else stack.finishing.outlast(copy))
+            except WorkerDied:
+                self._nothing()
         # Nothing verifies this copy: what was released or given up while the thread ran may hold another block's bytes.
         self._live()
         return tuple(whole[0, :, : self._tokens])
@@ -188,13 +194,23 @@ class Hit:
     def _require_layer(self, layer: int) -> None:
         integer(layer, 0, self._desk.spec.layers - 1, "layer")
 
+    def _nothing(self) -> int:
+        """Make this hit one of no tokens, and return that: the thread that read died, and what it left is not to be trusted."""
+        self._desk.stack.cache.stats.failed(WorkerDied.__name__)
+        self._tokens = 0
+        return 0
+
     async def _checked(self, claim: Claim) -> list[Place]:
         """Return the places of the hit's blocks that are sound; each is checked once a hit."""
         async with claim.lock:
             places = self._places()
             rest = places[claim.verified :]
             if rest:
-                claim.verified += await self._desk.stack.reader.verify(rest)
+                try:
+                    claim.verified += await self._desk.stack.reader.verify(rest)
+                except WorkerDied:
+                    self._nothing()
+                    return []
                 self._live()  # else the slots were perhaps another block's when they were looked at
                 if claim.verified < len(places):
                     self._desk.stack.distrust(claim.lease, claim.verified)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -11,13 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.config import Config
-from tiercache.errors import Closed, InvalidSpec, NoShare, SpecMismatch, TierTooSmall, UnsupportedSpec
+from tiercache.errors import (
+    Closed,
+    DirectoryRefused,
+    InvalidSpec,
+    NoShare,
+    SpecMismatch,
+    StoreError,
+    TierCacheError,
+    TierTooSmall,
+    UnsupportedSpec,
+)
 from tiercache.leases import Session
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.residency import Space
 from tiercache.service.desk import Desk
 from tiercache.service.face import Extent
 from tiercache.service.finishing import Finishing
+from tiercache.service.health import Examiner, Health
 from tiercache.service.invalidation import Choice, Invalidation, chosen_by, held_closed, held_open
 from tiercache.service.kv import LocalKV
 from tiercache.service.stack import Seams, Stack
@@ -25,16 +38,19 @@ from tiercache.sizes import parse_size
 from tiercache.spec import ANY, ITEM_BYTES, Geometry, KVSpec, Namespace, Selection, Unsaid
 from tiercache.storage.arenas import DramArena, HostHbmArena
 from tiercache.storage.contract import Store
+from tiercache.storage.disk_room import DiskWatch
 from tiercache.storage.layouts import SLOT_ALIGNMENT
 from tiercache.storage.memory import HostMemory, require_memory
-from tiercache.storage.ssd import SsdTier
-from tiercache.storage.workers import Lane, Workers
+from tiercache.storage.ssd import SsdStore, SsdTier
+from tiercache.storage.workers import Lane, LaneState, Workers
 from tiercache.types import Tier
 
 log = logging.getLogger(__name__)
 
 _ARENAS = {Tier.HBM: HostHbmArena, Tier.DRAM: DramArena}
 _GENERATION_BYTES = 4
+_DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+"""A directory that is refused for these is the right one, on a disk that fails."""
 
 
 class TierCache:
@@ -43,7 +59,9 @@ class TierCache:
     Entering allocates the host memory for real, takes the SSD tier's directory, and makes what it holds findable; leaving
     writes down what is not durable yet. `seams` is for tests.
 
-    Entering raises MemoryRefused, DirectoryRefused, DirectoryLocked or StoreError; nothing is left behind then.
+    Entering raises MemoryRefused, DirectoryRefused or DirectoryLocked; nothing is left behind then. A disk that fails is no
+    reason not to start: the cache does without SSD until it is started anew, and `health` says so. Where SSD is the only tier
+    it raises StoreError.
     """
 
     def __init__(self, config: Config, *, seams: Seams | None = None) -> None:
@@ -64,6 +82,11 @@ class TierCache:
         self._opening = asyncio.Lock()
         self._finishing = Finishing("tiercache-finish")
         self._closing: asyncio.Task[None] | None = None
+        self.ssd_faults: dict[str, str] = {}
+        """Why there is no SSD tier, by what is without it."""
+        self.disk_watch: DiskWatch | None = None
+        """The file system that holds the SSD tier; None where there is none."""
+        self.examiner = Examiner(self, self._seams.clock)
 
     # --- beginning and end ------------------------------------------------------------------------------------------------
 
@@ -80,7 +103,7 @@ class TierCache:
         return self
 
     async def _start(self) -> None:
-        workers = self._seams.workers(self.config)
+        workers = self._seams.workers(self.config, self._seams.clock)
         try:
             await workers.run(Lane.WRITE, self._allocate)
         except BaseException:
@@ -88,6 +111,8 @@ class TierCache:
             workers.close()
             raise
         self._workers = workers
+        if self._disk is not None:
+            self.disk_watch = DiskWatch(self.config.path, workers, self._seams.clock, self._seams.measure)
 
     def _abandon(self, starting: asyncio.Task[None]) -> None:
         if not starting.cancelled() and starting.exception() is None and self._workers is not None:
@@ -108,13 +133,16 @@ class TierCache:
             await asyncio.shield(self._closing)
 
     async def _close(self, workers: Workers) -> None:
-        closers = self._seams.workers(self.config)  # threads of their own: those of `workers` may all hang in the disk
+        # Threads of their own: those of `workers` may all hang in the disk.
+        closers = self._seams.workers(self.config, self._seams.clock)
         try:
             try:
                 async with asyncio.timeout(self._seams.patience):
                     await self._finishing.wait()
             except TimeoutError:
                 log.warning("opening hangs in the disk; closing without it")
+            if self.disk_watch is not None:
+                await self.disk_watch.close()
             for kv in self._kvs:
                 kv.close()
             for stack in self._stacks.values():
@@ -135,12 +163,23 @@ class TierCache:
         for tier, size in memory.items():
             self._memory[tier] = HostMemory(size, name=f"tiercache-{tier.name.lower()}")
         if Tier.SSD in self._sizes:
-            self._disk = SsdTier(
-                self.config.path,
-                codec=self.config.codec,
-                batch_bytes=parse_size(self.config.batch_bytes),
-                values=self._seams.values,
-            )
+            try:
+                self._disk = SsdTier(
+                    self.config.path,
+                    codec=self.config.codec,
+                    batch_bytes=parse_size(self.config.batch_bytes),
+                    values=self._seams.values,
+                )
+            except (StoreError, DirectoryRefused) as error:
+                # Any other directory is refused for what it is: a mistake, which is said at once rather than worked around.
+                if not memory or (isinstance(error, DirectoryRefused) and error.fields.get("errno") not in _DISK_ERRORS):
+                    raise
+                del self._sizes[Tier.SSD]
+                self._do_without("all blocks", error)
+
+    def _do_without(self, what: str, error: TierCacheError) -> None:
+        self.ssd_faults[what] = str(error)
+        log.error("going on without SSD for %s: %s", what, self.ssd_faults[what])
 
     def _free(self) -> None:
         for memory in self._memory.values():
@@ -199,8 +238,31 @@ class TierCache:
                 self._sessions[spec.geometry] = stack.cache.begin_session()
             self._specs.setdefault(space, set()).add(spec)
             if self._disk is not None:
-                await workers.run(Lane.WRITE, self._disk.remember, space, spec)
+                try:
+                    await workers.run(Lane.WRITE, self._disk.remember, space, spec)
+                except StoreError as error:  # a full disk: its blocks are found again by their digest, only their name is not
+                    stack.cache.stats.failed(type(error).__name__)
+                    log.warning("the name of a namespace was not written down: %s", str(error))
             return stack
+
+    async def health(self) -> Health:
+        """Return how the cache does, and what ails it; computed now. Never waits for a disk. Raises Closed."""
+        self.require_open()
+        return await self.examiner.examine()
+
+    def lanes(self) -> tuple[LaneState, ...]:
+        """Return how the worker threads do; nothing when the cache is closed."""
+        return self._workers.lanes() if self._workers is not None else ()
+
+    @property
+    def ssd_limit(self) -> int:
+        """How many bytes the SSD tier's files of blocks may take together, for the models that are open."""
+        return sum(store.limit_bytes for stack in self.stacks for store in stack.stores if isinstance(store, SsdStore))
+
+    @property
+    def aside(self) -> Path | None:
+        """The folder that unreadable files of the SSD tier were moved to since the start; None if there were none."""
+        return self._disk.aside if self._disk is not None else None
 
     async def invalidate(
         self,
@@ -361,7 +423,13 @@ class TierCache:
                     stores.append(_ARENAS[tier](self._memory[tier], spec.geometry, offset=offset, length=length))
                 else:
                     assert self._disk is not None
-                    stores.append(self._disk.open(spec.geometry, capacity_bytes=end - offset, item_bytes=ITEM_BYTES[spec.dtype]))
+                    try:
+                        item_bytes = ITEM_BYTES[spec.dtype]
+                        stores.append(self._disk.open(spec.geometry, capacity_bytes=end - offset, item_bytes=item_bytes))
+                    except StoreError as error:
+                        if not stores:
+                            raise
+                        self._do_without(f"blocks of {spec.block_bytes} bytes", error)
         except BaseException as error:
             for store in stores:
                 store.close()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,12 +27,14 @@ from tiercache.sizes import parse_size
 from tiercache.spec import Geometry
 from tiercache.storage.contract import Store
 from tiercache.storage.copier import Copier, StoreCopier
+from tiercache.storage.disk_room import DiskRoom, measure
 from tiercache.storage.mover import Mover
 from tiercache.storage.reader import Place, Reader
 from tiercache.storage.slots import SlotPool
 from tiercache.storage.ssd import SsdStore
 from tiercache.storage.ssd_values import LmdbValues
 from tiercache.storage.traffic import Traffic
+from tiercache.storage.troubles import Troubles
 from tiercache.storage.workers import Lane, ThreadWorkers, Workers
 from tiercache.table import NOWHERE, rows
 from tiercache.transfer import Discard, Transfer, Work
@@ -44,8 +47,13 @@ _WRITERS = 4
 """Threads that hand writes to the store: it does one after the other, and what waits together in one transaction."""
 
 
-def _threads(config: Config) -> Workers:
-    return ThreadWorkers({Lane.COPY: config.copy_threads, Lane.READ: config.read_threads, Lane.WRITE: _WRITERS})
+_SWEEP_PAUSE = 60.0
+"""Seconds between two tries of a comparison of metadata with data that the disk fails, at most."""
+
+
+def _threads(config: Config, clock: Clock) -> Workers:
+    counts = {Lane.COPY: config.copy_threads, Lane.READ: config.read_threads, Lane.WRITE: _WRITERS, Lane.WATCH: 1}
+    return ThreadWorkers(counts, clock=clock)
 
 
 def _as_it_is(copier: Copier) -> Copier:
@@ -56,15 +64,17 @@ def _as_it_is(copier: Copier) -> Copier:
 class Seams:
     """What a test replaces: time, threads, copies, the disk, digests, the policy. Each default is what production runs.
 
-    `values` is the class whose three operations touch the SSD tier's data. `retry` is how many seconds a store that refused is
-    left alone, `patience` how many closing gives moves under way beyond what it may take to write down, and readers a promotion
-    of which nothing comes, beyond what it may wait for room. `forgetting` is how many a delete waits for the disk.
+    `values` is the class whose three operations touch the SSD tier's data, `measure` what looks at its file system. `retry` is
+    how many seconds a store that refused is left alone, `patience` how many closing gives moves under way beyond what it may
+    take to write down, and readers a promotion of which nothing comes, beyond what it may wait for room. `forgetting` is how
+    many a delete waits for the disk.
     """
 
     clock: Clock = field(default_factory=MonotonicClock)
-    workers: Callable[[Config], Workers] = _threads
+    workers: Callable[[Config, Clock], Workers] = _threads
     copier: Callable[[Copier], Copier] = _as_it_is
     values: type[LmdbValues] = LmdbValues
+    measure: Callable[[Path], DiskRoom] = measure
     retry: float = 1.0
     patience: float = 5.0
     forgetting: float = 30.0
@@ -103,8 +113,11 @@ class Stack:
         self._workers = workers
         self._config = config
         self._patience = seams.patience
+        self._retry = seams.retry
         self._forgetting = seams.forgetting
         self._disk = next((store for store in stores if isinstance(store, SsdStore)), None)
+        self._mute = self._disk is None and any(tier.place is Tier.SSD for tier in config.tiers)
+        """There is a disk that can't be told what to forget."""
         numbered = generations or {}
         self.generations_at = {tier: begin for tier, (begin, _) in numbered.items()}
         pools = {
@@ -125,7 +138,8 @@ class Stack:
             lease_share=config.lease_share,
         )
         copier = seams.copier(StoreCopier(stores, workers, digest=seams.digest))
-        self.mover = Mover(self.cache.moves, copier, self.cache.stats, retry_seconds=seams.retry)
+        self.troubles = Troubles(seams.clock)
+        self.mover = Mover(self.cache.moves, copier, self.cache.stats, retry_seconds=seams.retry, troubles=self.troubles)
         self.traffic = Traffic(
             self.cache,
             self.mover,
@@ -139,6 +153,8 @@ class Stack:
         self.writes = write_policy(config, self.cache, self.traffic)
         self.reader = Reader(stores, workers, block_size=block_size)
         self._sweeping: asyncio.Task[None] | None = None
+        self.sweep_fault: str | None = None
+        """Why comparing metadata with data does not go on; None while it does, and when it is done."""
         self.finishing = Finishing("tiercache-finish")
 
     # --- beginning and end ------------------------------------------------------------------------------------------------
@@ -156,6 +172,7 @@ class Stack:
             except StoreError as error:  # they go when their slots are used again, or at the next start
                 log.warning("%d blocks that lead nowhere stay on disk: %s", len(strays), str(error))
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep(disk), name="tiercache-sweep")
+        self._sweeping.add_done_callback(self._swept)
 
     def _restore(self, disk: SsdStore) -> list[int]:
         loaded = disk.load()
@@ -179,27 +196,40 @@ class Stack:
 
     async def _sweep(self, disk: SsdStore) -> None:
         """Delete what nothing names, and drop what metadata names and data lacks with all that follows it."""
+        pause = self._retry
+        generations = self.cache.residency.slots[len(self.stores) - 1].generations
+        before = generations.copy()
+        while True:
+            try:
+                found = await self._workers.run(Lane.READ, disk.reconcile)
+            except StoreError as error:
+                self.sweep_fault = str(error)
+                log.warning("comparing metadata with data failed, and is tried again in %.0f s: %s", pause, self.sweep_fault)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _SWEEP_PAUSE)
+                continue
+            self.sweep_fault, pause = None, self._retry
+            # By now a reader may have missed it, too: its slot was freed, and may hold a good block that was put since.
+            self._drop_absent([slot for slot in found.absent if generations[slot] == before[slot]])
+            if found.done:
+                return
+
+    def _drop_absent(self, slots: Sequence[int]) -> None:
         position = len(self.stores) - 1
         residency = self.cache.residency
-        now = residency.slots[position].generations
-        before = now.copy()
-        try:
-            while True:
-                found = await self._workers.run(Lane.READ, disk.reconcile)
-                # By now a reader may have missed it, too: its slot was freed, and may hold a good block that was put since.
-                absent = [slot for slot in found.absent if now[slot] == before[slot]]
-                [blocks] = np.isin(residency.table.slot[position], absent).nonzero()
-                for block in blocks.tolist():
-                    owner = residency.table.owner[block]  # anew each time: what follows a block that is gone has gone with it
-                    node = residency.nodes[owner] if owner != NOWHERE else None
-                    if node is not None and node.alive:
-                        self.cache.stats.failed("absent")
-                        self.cache.lose_block(node, block)
-                self.mover.start(self.cache.inflight.take_waste())
-                if found.done:
-                    return
-        except StoreError as error:
-            log.warning("comparing metadata with data stopped: %s", error)
+        [blocks] = np.isin(residency.table.slot[position], slots).nonzero()
+        for block in blocks.tolist():
+            owner = residency.table.owner[block]  # anew each time: what follows a block that is gone has gone with it
+            node = residency.nodes[owner] if owner != NOWHERE else None
+            if node is not None and node.alive:
+                self.cache.stats.failed("absent")
+                self.cache.lose_block(node, block)
+        self.mover.start(self.cache.inflight.take_waste())
+
+    def _swept(self, sweeping: asyncio.Task[None]) -> None:
+        if not sweeping.cancelled() and (error := sweeping.exception()) is not None:
+            self.sweep_fault = repr(error)
+            log.error("comparing metadata with data ended: %s", self.sweep_fault)
 
     async def close(self) -> int:
         """Write down what is not durable, for at most the configured time; return how many blocks were left out."""
@@ -345,7 +375,7 @@ class Stack:
         """
         position = len(self.stores) - 1
         self.mover.start(self.cache.inflight.take_waste())
-        if self._disk is None:
+        if self._disk is None and not self._mute:
             return
 
         def concerns(work: Work) -> bool:
@@ -356,7 +386,7 @@ class Stack:
             gone = [node for node in self.cache.residency.owners(work.blocks) if not node.alive]
             return any(work.to == position or node.copies >> position & 1 for node in gone)
 
-        undone = False
+        undone = self._mute
         try:
             async with asyncio.timeout(self._forgetting):
                 while flights := [flight for flight in self.mover.flights() if concerns(flight.work)]:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Iterable
+from functools import partial
 
-from tiercache.errors import StoreError, Untrusted
+from tiercache.clock import MonotonicClock
+from tiercache.errors import StoreError, Untrusted, WorkerDied
 from tiercache.moves import Moves
 from tiercache.stats import Stats
 from tiercache.storage.copier import Copier
+from tiercache.storage.troubles import FORGET, READ, WRITE, Troubles
 from tiercache.transfer import Discard, Report, State, Transfer, Work
 
 log = logging.getLogger(__name__)
@@ -32,7 +36,7 @@ class Flight:
         self.steps = 0
         """Pieces that have arrived: who waits sees by it whether anything still moves."""
         self.undone = False
-        """Of a discard: the records are still there, and it was given up because the cache closes."""
+        """Of a discard: the records are still there, and it was given up because the cache closes or it died."""
         self.report: Report | None = None
         """What became of it; there when `done` is set, None for a discard and for a copy that broke."""
 
@@ -46,14 +50,21 @@ class Mover:
     """Runs the moves that the core plans.
 
     After a failed write to a durable tier nothing more is planned into it for `retry_seconds`; nor is anything promised that only
-    such a tier holds after it could not be read at all.
+    such a tier holds after it could not be read at all. `troubles` is
+    told what fails and what works.
+
+    A move whose task dies (it is cancelled from outside, or the books do not fit) says nothing about its copy, which may still
+    run: its slots stay its own until the process ends, nobody waits for it, and it is told as a trouble.
     """
 
-    def __init__(self, moves: Moves, copier: Copier, stats: Stats, *, retry_seconds: float = 1.0) -> None:
+    def __init__(
+        self, moves: Moves, copier: Copier, stats: Stats, *, retry_seconds: float = 1.0, troubles: Troubles | None = None
+    ) -> None:
         self._moves = moves
         self._copier = copier
         self._stats = stats
         self._retry = retry_seconds
+        self.troubles = troubles or Troubles(MonotonicClock())
         self._flights: dict[int, Flight] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed: set[asyncio.Future[None]] = set()
@@ -75,7 +86,7 @@ class Mover:
             run = self._discard(item, flight) if isinstance(item, Discard) else self._transfer(item, flight)
             task = asyncio.get_running_loop().create_task(run, name=f"tiercache-move-{item.number}")
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(partial(self._landed, flight))
             flights.append(flight)
         return flights
 
@@ -112,6 +123,22 @@ class Mover:
             timer.cancel()
         self._timers.clear()
 
+    def _landed(self, flight: Flight, task: asyncio.Task[None]) -> None:
+        """See to it that nobody waits for a move whose task died: a callback, as a task may be cancelled before it begins."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None and flight.done.is_set():
+            return
+        # Text, not the error: a handler that keeps records would keep the memory of the blocks in its traceback.
+        cause = "a cancellation" if error is None else repr(error)
+        trace = "" if error is None else "".join(traceback.format_exception(error))
+        log.error("move %d died of %s; its slots stay its own until the process ends\n%s", flight.work.number, cause, trace)
+        self.troubles.died(flight.work, cause)
+        self._moves.inflight.forsake(flight.work)
+        flight.undone = True
+        if not flight.done.is_set():
+            self._ended(flight, [])
+
     async def _transfer(self, transfer: Transfer, flight: Flight) -> None:
         transfer.state = State.COPYING
         try:
@@ -124,6 +151,8 @@ class Mover:
         if report.error is not None:
             self._failed(transfer, report.error)
             self._unread(transfer, report)
+        elif report.arrived:
+            self._worked(transfer)
         flight.report = report
         more: list[Work] = []
         try:
@@ -168,6 +197,7 @@ class Mover:
                 self._failed(discard, error)
                 await asyncio.sleep(self._retry)
             else:
+                self.troubles.worked(discard.position, FORGET)
                 self._moves.inflight.discarded(discard)
                 self._ended(flight, [])
                 return
@@ -185,19 +215,40 @@ class Mover:
 
     def _failed(self, work: Work, error: StoreError) -> None:
         self._stats.failed(error.reason if isinstance(error, Untrusted) else type(error).__name__)
-        position = work.to if isinstance(work, Transfer) else work.position
-        if isinstance(error, Untrusted) or not self._moves.residency.durable[position]:
+        if isinstance(error, Untrusted | WorkerDied):
+            return  # the store did not refuse
+        asked = self._asked(work)
+        if asked is None:
+            return
+        position, act = asked
+        if act == READ:
+            self.troubles.failed(position, act, error)
             return
         # Its text, not the error: a handler that keeps records would keep the memory of the blocks in its traceback.
         log.warning("%s refuses blocks: %s", self._moves.residency.tiers[position], str(error))
         if self._closing:
             return
+        self.troubles.failed(position, act, error, retry=self._retry)
         self._moves.refusing.add(position)
         self._later(self._moves.refusing, position)
 
     def _later(self, failing: set[int], position: int) -> None:
         """Try a tier again when it has been left alone for a while."""
         self._timers.add(asyncio.get_running_loop().call_later(self._retry, self._retried, failing, position))
+
+    def _worked(self, transfer: Transfer) -> None:
+        asked = self._asked(transfer)
+        if asked is not None:
+            self.troubles.worked(*asked)
+
+    def _asked(self, work: Work) -> tuple[int, str] | None:
+        """Return which durable tier a move asks, and for what; None for a copy between memories."""
+        if isinstance(work, Discard):
+            return work.position, FORGET
+        durable = self._moves.residency.durable
+        if durable[work.to]:
+            return work.to, WRITE
+        return (work.sources[0], READ) if durable[work.sources[0]] else None
 
     def _retried(self, failing: set[int], position: int) -> None:
         failing.discard(position)

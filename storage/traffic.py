@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 
 from tiercache.cache import Cache
 from tiercache.clock import Clock
+from tiercache.errors import WorkerDied
 from tiercache.leases import Lease, Reservation
 from tiercache.storage.mover import Flight, Mover
 from tiercache.transfer import Transfer
@@ -150,6 +151,14 @@ class Traffic:
             if pool.free < self._low[position] and position not in self._draining and not self._closed:
                 self._draining.add(position)
                 self._spawn(self._drain(position), f"drain-{self._cache.tiers[position]}")
+
+    def unkept(self) -> list[tuple[int, int, int]]:
+        """Return the tiers below their low watermark that nothing drains: position, free slots, and how many are to be free."""
+        return [
+            (position, pool.free, self._low[position])
+            for position, pool in enumerate(self._cache.residency.slots)
+            if pool.free < self._low[position] and position not in self._draining
+        ]
 
     async def _drain(self, position: int) -> None:
         pool, moves = self._cache.residency.slots[position], self._cache.moves
@@ -362,7 +371,8 @@ class Traffic:
                 except TimeoutError:
                     break
                 if report is None or report.error is not None:
-                    refused = not (report is not None and report.rotten)
+                    # What was rotten, or died with its thread, says nothing about the others.
+                    refused = not (report is not None and (report.rotten or isinstance(report.error, WorkerDied)))
                     break
             if refused:
                 break

@@ -18,8 +18,9 @@ from tiercache.clock import Clock, MonotonicClock
 from tiercache.config import Config
 from tiercache.keys import Digest, sha256
 from tiercache.service.stack import Seams
+from tiercache.storage.disk_room import DiskRoom, measure
 from tiercache.storage.ssd_values import LmdbValues, Write
-from tiercache.storage.workers import Lane, ThreadWorkers, Workers
+from tiercache.storage.workers import Lane, LaneState, ThreadWorkers, Workers
 
 T = TypeVar("T")
 
@@ -88,13 +89,14 @@ class Threads:
     def __init__(self) -> None:
         self._holds: dict[str, ThreadHold] = {}
         self._when: dict[str, Callable[..., bool]] = {}
+        self._deaths: dict[str, int] = {}
         self._active = 0
         self._changed = threading.Condition()
 
-    def __call__(self, config: Config) -> Workers:
+    def __call__(self, config: Config, clock: Clock) -> Workers:
         """Return workers for `config`."""
-        counts = {Lane.COPY: config.copy_threads, Lane.READ: config.read_threads, Lane.WRITE: 4}
-        return HeldWorkers(ThreadWorkers(counts), self)
+        counts = {Lane.COPY: config.copy_threads, Lane.READ: config.read_threads, Lane.WRITE: 4, Lane.WATCH: 1}
+        return HeldWorkers(ThreadWorkers(counts, clock=clock), self)
 
     def hold(self, name: str, times: int = 1 << 30) -> ThreadHold:
         """Hold the next `times` calls of functions with that name."""
@@ -106,6 +108,10 @@ class Threads:
         self._when[name] = when
         return self.hold(name)
 
+    def kill(self, name: str, times: int = 1) -> None:
+        """Let the threads die that begin the next `times` calls of functions with that name."""
+        self._deaths[name] = times
+
     def run(self, call: Callable[..., T], args: tuple[Any, ...]) -> T:
         """Call in the calling thread, after a wait where a hold has the name of what is called."""
         with self._changed:
@@ -114,6 +120,9 @@ class Threads:
             hold = self._holds.get(call.__name__)
             if hold is not None and (call.__name__ not in self._when or self._when[call.__name__](*args)):
                 hold.stand()
+            if self._deaths.get(call.__name__, 0):
+                self._deaths[call.__name__] -= 1
+                raise SystemExit("killed by the test")
             return call(*args)
         finally:
             with self._changed:
@@ -131,6 +140,7 @@ class Threads:
             hold.release()
         self._holds.clear()
         self._when.clear()
+        self._deaths.clear()
 
 
 class HeldWorkers:
@@ -143,6 +153,9 @@ class HeldWorkers:
     async def run(self, lane: Lane, call: Callable[..., T], *args: Any) -> T:
         return await self._inner.run(lane, self._threads.run, call, args)
 
+    def lanes(self) -> tuple[LaneState, ...]:
+        return self._inner.lanes()
+
     def close(self) -> None:
         self._inner.close()
 
@@ -151,24 +164,26 @@ class HeldWorkers:
 class _Fault:
     operation: str
     key: int | None
-    error: Exception | None
+    error: BaseException | None
     hold: ThreadHold | None
     times: int
     when: Callable[[], bool] | None = None
 
 
 class Disk:
-    """What befalls the three operations of the SSD store on its data: `read`, `commit` and `sync`, and `copy` inside a read.
+    """What befalls the operations of the SSD store on its data: `open`, `read`, `commit`, `sync`, `keys`, and `copy` in a read.
 
-    A `copy` stands between the record's being found and its being copied out.
+    A `copy` stands between the record's being found and its being copied out. `room` is the look at the file system; `free`, if
+    it is given, is what that finds to be free.
     """
 
     def __init__(self) -> None:
         self._faults: list[_Fault] = []
         self.reads: list[int] = []
         self.writes: list[int] = []
+        self.free: int | None = None
 
-    def fail(self, operation: str, error: Exception, *, key: int | None = None, times: int = 1 << 30) -> None:
+    def fail(self, operation: str, error: BaseException, *, key: int | None = None, times: int = 1 << 30) -> None:
         """Let the next `times` operations, on one key if it is given, raise `error`."""
         self._faults.append(_Fault(operation, key, error, None, times))
 
@@ -208,6 +223,7 @@ class Disk:
 
         class FaultyValues(LmdbValues):
             def __init__(self, folder: Path, *, value_bytes: int, map_bytes: int, sync: bool) -> None:
+                disk.meet("open", [])
                 super().__init__(folder, value_bytes=value_bytes, map_bytes=map_bytes, sync=sync)
 
             def read(self, key: int, copy: Callable[[memoryview], None]) -> bool:
@@ -228,7 +244,17 @@ class Disk:
                 disk.meet("sync", [])
                 super().sync()
 
+            def keys(self, start: int, stop: int | None, limit: int) -> list[int]:
+                disk.meet("keys", [])
+                return super().keys(start, stop, limit)
+
         return FaultyValues
+
+    def measure(self, directory: Path) -> DiskRoom:
+        """Look at the file system."""
+        self.meet("room", [])
+        room = measure(directory)
+        return room if self.free is None else room._replace(free=self.free)
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------------
@@ -254,6 +280,7 @@ class Rig:
             workers=self.threads,
             copier=self.copies.around,
             values=self.disk.values(),
+            measure=self.disk.measure,
             digest=self.digest,
             retry=self.retry,
             patience=self.patience,

@@ -41,6 +41,7 @@ from tiercache.errors import (
     UnsupportedSpec,
     Untrusted,
     VersionMismatch,
+    WorkerDied,
 )
 from tiercache.leases import Refusal
 from tiercache.spec import KVSpec, Namespace
@@ -105,6 +106,7 @@ __all__ = [
     "UnsupportedSpec",
     "Untrusted",
     "VersionMismatch",
+    "WorkerDied",
     "__version__",
     "connect",
 ]

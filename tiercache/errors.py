@@ -27,7 +27,8 @@
     │   └── StaleHandle         the house that gave it is gone
     ├── StoreError              a durable store failed
     │   ├── Untrusted           a record or slot whose bytes can't be trusted; carries the reason
-    │   └── StoreFull           no room on the device or in the map
+    │   ├── StoreFull           no room on the device or in the map
+    │   └── WorkerDied          the thread that ran the call died; the call may or may not have done its work
     ├── Closed                  the cache is closed
     └── AuditFailed             check() found the books wrong
 
@@ -179,6 +180,10 @@ class Untrusted(StoreError):
 
 class StoreFull(StoreError):
     """No room on the device or in the map."""
+
+
+class WorkerDied(StoreError):
+    """The thread that ran a call died; another took its place. What the call was to do may be done or not."""
 
 
 class Closed(TierCacheError):

@@ -129,14 +129,7 @@ class InFlight:
         assert transfer.state is not State.DONE
         transfer.state = State.DONE
         del self.flying[transfer.number]
-        if transfer.drop_from is not None:
-            self.leaving[transfer.drop_from] -= transfer.drop_count
-            self.leaving_to_disk[transfer.drop_from] -= transfer.drop_count if residency.durable[to] else 0
-            if transfer.parting is not None:
-                parting = self._parting[transfer.drop_from]
-                parting[transfer.parting] -= 1
-                if not parting[transfer.parting]:
-                    del parting[transfer.parting]
+        self._let_go(transfer)
         assert (table.generation[rows(transfer.blocks)] == transfer.generations).all(), "a block in flight was freed"
         for slot, charge in zip(transfer.slots_to, report.charges, strict=False):
             residency.slots[to].settle(slot, charge)
@@ -168,6 +161,32 @@ class InFlight:
         if report.rotten and committed == report.arrived and failed:
             residency.distrust(failed[0])
         return self.take_waste()
+
+    def _let_go(self, transfer: Transfer) -> None:
+        """Take back that a transfer will free slots above."""
+        position = transfer.drop_from
+        if position is None:
+            return
+        self.leaving[position] -= transfer.drop_count
+        self.leaving_to_disk[position] -= transfer.drop_count if self.residency.durable[transfer.to] else 0
+        if transfer.parting is not None:
+            parting = self._parting[position]
+            parting[transfer.parting] -= 1
+            if not parting[transfer.parting]:
+                del parting[transfer.parting]
+
+    def forsake(self, work: Work) -> None:
+        """Count no more on the slots that a move was to free: it has ended without a report, and may still touch them.
+
+        What it reserved stays reserved, its blocks stay where they are, and neither can be used for anything else.
+        """
+        if work.number not in self.flying:
+            return
+        if isinstance(work, Discard):
+            self.leaving[work.position] -= len(work.slots)
+        elif work.drop_from is not None:
+            self._let_go(work)
+            work.drop_from, work.drop_count = None, 0
 
     def _parent_is_there(self, node: Node, to: int, done: Sequence[Node]) -> bool:
         parent = node.parent

@@ -18,6 +18,8 @@ from tiercache.storage.checksum import checksum
 
 LOST = "lost"
 ROTTEN = "checksum"
+DIED = "died"
+"""The thread that copied or checked died."""
 
 
 def is_there(arenas: Sequence[Arena], place: Place) -> bool:

@@ -13,7 +13,7 @@ class Miss(NamedTuple):
 
     Reasons of the client's own: `away` (no connection), `slow` (no reply within the deadline), `malformed` (a reply that can't
     be), `version` (a daemon of another protocol), `busy` (too many requests under way here, or connections there), `lost` (a
-    lease or a slot that is gone), `checksum`. Others are the names of the daemon's errors.
+    lease or a slot that is gone), `checksum`, `died` (the thread that copied). Others are the names of the daemon's errors.
     """
 
     reason: str

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tiercache.checks import integer
-from tiercache.errors import LeaseLost, LeaseReleased, StaleHandle
+from tiercache.errors import LeaseLost, LeaseReleased, StaleHandle, WorkerDied
 from tiercache.kernels.host import Bytes
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors, wire
@@ -196,9 +196,14 @@ class RemoteHit:
         if places:
             into = tensors.planes_for_writing(whole, one)
             copy = self._house.workers.run(Lane.COPY, copies.layer, claim.arenas, places, layer * spec.parts, into)
-            if not await (copy if out is None else self._house.finishing.outlast(copy)):
-                raise self._lost(claim)
-            self._house.counts.read += into.nbytes
+            try:
+                there = await (copy if out is None else self._house.finishing.outlast(copy))
+            except WorkerDied:
+                self._cut(claim, 0, copies.DIED)
+            else:
+                if not there:
+                    raise self._lost(claim)
+                self._house.counts.read += into.nbytes
         # Nothing verifies this copy: what was released or given up while the thread ran may hold another block's bytes.
         self._live()
         return tuple(whole[0, :, : self._blocks * spec.block_size])
@@ -247,7 +252,10 @@ class RemoteHit:
             places = self._places(claim) if claim.gone is None else ()
             rest = places[claim.verified :]
             if rest:
-                good, reason = await self._house.workers.run(Lane.COPY, copies.verify, claim.arenas, rest)
+                try:
+                    good, reason = await self._house.workers.run(Lane.COPY, copies.verify, claim.arenas, rest)
+                except WorkerDied:
+                    good, reason = 0, copies.DIED
                 claim.verified += good
                 if reason is not None:
                     self._cut(claim, claim.verified, reason)
@@ -265,9 +273,13 @@ class RemoteHit:
                     Lane.COPY, copies.gather, claim.arenas, places[low:high], planes[:, low * unit : high * unit]
                 )
                 for low, high in ranges
-            )
+            ),
+            return_exceptions=True,  # when one has ended the others still write
         )
-        for (low, _), (good, reason) in zip(ranges, found, strict=True):
+        for (low, _), one in zip(ranges, found, strict=True):
+            if isinstance(one, BaseException) and not isinstance(one, WorkerDied):
+                raise one
+            good, reason = (0, copies.DIED) if isinstance(one, BaseException) else one
             if reason is not None:
                 return low + good, reason
         return len(places), None

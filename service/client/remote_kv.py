@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tiercache.checks import hashable, integer, seconds
-from tiercache.errors import InvalidConfig, InvalidStart, TierCacheError
+from tiercache.errors import InvalidConfig, InvalidStart, TierCacheError, WorkerDied
 from tiercache.kernels.host import Bytes
 from tiercache.keys import pack_tokens
 from tiercache.leases import Refusal
@@ -361,9 +361,9 @@ class RemoteKV:
         copying = self._house.finishing.start(self._house.workers.run(Lane.COPY, _scatter, room, planes, first))
         try:
             sums = await asyncio.shield(copying)
-        except OSError as error:
+        except (OSError, WorkerDied) as error:
             room.close()
-            self._house.counts.missed("unmapped", str(error))
+            self._house.counts.missed(copies.DIED if isinstance(error, WorkerDied) else "unmapped", str(error))
             return None
         except BaseException:
             # The thread may still be writing, and what it reads may be the caller's again: neither free nor cached.

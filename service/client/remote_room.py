@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from tiercache.checks import integer
-from tiercache.errors import InvalidStart, LeaseReleased
+from tiercache.errors import InvalidStart, LeaseReleased, WorkerDied
 from tiercache.kernels.host import Bytes
 from tiercache.leases import Refusal
 from tiercache.service import tensors, wire
@@ -177,7 +177,11 @@ class RemoteRoom:
             sums: list[int] = []
             if end > reserved.committed:
                 slots = reserved.mapped()[reserved.committed : end]
-                sums = await self._house.workers.run(Lane.COPY, copies.seal, slots)
+                try:
+                    sums = await self._house.workers.run(Lane.COPY, copies.seal, slots)
+                except WorkerDied as error:
+                    self._house.counts.missed(copies.DIED, str(error))
+                    return first
             reserved = self._live()
             if sums and not await reserved.commit(end, sums):
                 return 0

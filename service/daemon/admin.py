@@ -64,15 +64,17 @@ class Admin:
         return _json(document())
 
     async def _health(self, request: web.Request) -> web.Response:
-        found = health(self._daemon)
+        found = await health(self._daemon)
         return _json(found, status=200 if found["status"] in ("ok", "degraded") else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        await health(self._daemon)  # looks at the disk again
         encode, kind = exposition.choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(self._registry), headers={"Content-Type": kind})
 
     async def _stats(self, request: web.Request) -> web.Response:
         self._require_serving()
+        await health(self._daemon)  # looks at the disk again
         return _json(stats(self._daemon))
 
     async def _namespaces(self, request: web.Request) -> web.Response:

@@ -85,6 +85,7 @@ class Daemon:
             await Finishing("tiercache-start").outlast(self.cache.__aenter__())
             self._descriptors = Descriptors(self._sockets.descriptors, self.house, patience=self.config.limits.idle_seconds)
         except BaseException:
+            self.state = "failed"
             await self.cache.close()
             await self._shut()
             raise
@@ -139,6 +140,7 @@ class Daemon:
 
         After a long stop the clients' renewals lie in the sockets, unread: they get time to be read first.
         """
+        self.cache.examiner.lateness.note(lag)
         limits, now = self.config.limits, time.monotonic()
         third = min(limits.lease_seconds, limits.write_seconds) / 3
         if lag > third:

@@ -10,13 +10,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tiercache.service.ailments import Code, quarantined
 from tiercache.service.daemon.heartbeat import EDGES
-from tiercache.service.daemon.report import health, quarantined
+from tiercache.service.daemon.report import judged
 
 if TYPE_CHECKING:
     from tiercache.service.daemon.daemon import Daemon
 
-_STATES = ("starting", "ok", "degraded", "draining", "stopped")
+_STATES = ("starting", "ok", "degraded", "draining", "stopped", "failed")
 
 
 def registry_of(daemon: Daemon) -> CollectorRegistry:
@@ -36,18 +37,59 @@ class _Daemon(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
+        yield from self._health()
+        yield from self._workers()
+        yield from self._disk()
         yield from self._house()
         yield from self._loop()
         yield from self._tiers()
         yield from self._traffic()
 
-    def _house(self) -> Iterator[Metric]:
-        house, counts = self._daemon.house, self._daemon.house.counts
-        status = health(self._daemon)["status"]
+    def _health(self) -> Iterator[Metric]:
+        found = judged(self._daemon)
         state = GaugeMetricFamily("tiercache_state", "1 for the state that the daemon is in.", labels=["state"])
         for name in _STATES:
-            state.add_metric([name], float(name == status))
+            state.add_metric([name], float(name == found["status"]))
         yield state
+        told = {reason["code"] for reason in found["reasons"]}
+        ailment = GaugeMetricFamily("tiercache_ailment", "1 for what ails the cache now.", labels=["code"])
+        for code in Code:
+            ailment.add_metric([code], float(code in told))
+        yield ailment
+
+    def _workers(self) -> Iterator[Metric]:
+        lanes = self._daemon.cache.lanes()
+        threads = GaugeMetricFamily("tiercache_workers", "Worker threads: there are to be, alive, busy.", labels=["lane", "state"])
+        queued = GaugeMetricFamily("tiercache_worker_queue", "Calls that no thread has begun.", labels=["lane"])
+        longest = GaugeMetricFamily(
+            "tiercache_worker_call_seconds", "How long the oldest call under way has been running.", labels=["lane"]
+        )
+        deaths = CounterMetricFamily("tiercache_worker_deaths", "Worker threads that died and were replaced.", labels=["lane"])
+        for lane in lanes:
+            name = lane.lane.value
+            for state, count in (("wanted", lane.threads), ("alive", lane.alive), ("busy", lane.busy)):
+                threads.add_metric([name, state], count)
+            queued.add_metric([name], lane.queued)
+            longest.add_metric([name], lane.longest or 0.0)
+            deaths.add_metric([name], lane.deaths)
+        yield from (threads, queued, longest, deaths)
+
+    def _disk(self) -> Iterator[Metric]:
+        watch = self._daemon.cache.disk_watch
+        if watch is None or watch.room is None:
+            return
+        for name, says, value in (
+            ("free_bytes", "What the file system under the SSD tier has free.", watch.room.free),
+            ("size_bytes", "The size of that file system.", watch.room.size),
+            ("data_bytes", "The length of the SSD tier's files of blocks.", watch.room.data),
+            ("limit_bytes", "What those files may take, for the models that are open.", self._daemon.cache.ssd_limit),
+            ("metadata_bytes", "The length of the SSD tier's file of metadata.", watch.room.metadata),
+            ("age_seconds", "How old these figures are.", watch.age or 0.0),
+        ):
+            yield GaugeMetricFamily(f"tiercache_disk_{name}", says, value=value)
+
+    def _house(self) -> Iterator[Metric]:
+        house, counts = self._daemon.house, self._daemon.house.counts
         yield GaugeMetricFamily("tiercache_sessions", "Sessions now.", value=len(house.sessions))
         yield GaugeMetricFamily(
             "tiercache_kept_back", "Ended sessions whose processes may still touch slots.", value=house.kept_back

@@ -20,7 +20,7 @@ def document() -> dict[str, Any]:
 
 
 _OPERATIONS = {
-    ("get", "/health"): "How it goes: starting, ok, degraded with reasons, draining. 503 while it starts and drains.",
+    ("get", "/health"): "How it goes: starting, ok, degraded with reasons, draining, failed. 503 unless it serves.",
     ("get", "/metrics"): "Counts and gauges for Prometheus.",
     ("get", "/v1/stats"): "All counts, by tier and by block size.",
     ("get", "/v1/namespaces"): "The namespaces, how many blocks each has, and whose they are.",

@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from tiercache.service.ailments import quarantined
 from tiercache.service.daemon.heartbeat import EDGES, INTERVAL, Heartbeat
+from tiercache.service.health import LOOK_SECONDS
 from tiercache.service.stack import Stack
 from tiercache.slots import SlotState
 from tiercache.storage.contract import FULL_CHARGE
+from tiercache.storage.disk_room import DiskWatch
+from tiercache.storage.workers import LaneState
 
 if TYPE_CHECKING:
     from tiercache.service.daemon.daemon import Daemon
 
-_MUCH_APART = 0.05
-"""The fraction of a tier in quarantine from which on the daemon is not well."""
+
+async def health(daemon: Daemon) -> dict[str, Any]:
+    """Return `status` (starting, ok, degraded, draining, stopped, failed) and, where it is degraded, the `reasons`.
+
+    Waits for the disk for a fifth of a second at most.
+    """
+    if daemon.state == "serving" and daemon.cache.disk_watch is not None:
+        await daemon.cache.disk_watch.look(LOOK_SECONDS)
+    return judged(daemon)
 
 
-def health(daemon: Daemon) -> dict[str, Any]:
-    """Return `status` (starting, ok, degraded, draining, stopped) and, where it is degraded, the `reasons`."""
+def judged(daemon: Daemon) -> dict[str, Any]:
+    """Return the same by what is known now."""
     if daemon.state != "serving":
         return {"status": daemon.state, "reasons": []}
-    reasons = [reason for stack in daemon.cache.stacks for reason in _ailments(stack)]
-    return {"status": "degraded" if reasons else "ok", "reasons": reasons}
-
-
-def _ailments(stack: Stack) -> Iterator[str]:
-    cache = stack.cache
-    for position in sorted(cache.moves.refusing):
-        yield f"{cache.tiers[position]} refuses blocks; it is tried again"
-    for position, apart in enumerate(quarantined(stack)):
-        capacity = cache.residency.slots[position].capacity
-        if apart > _MUCH_APART * capacity:
-            yield f"{apart} of {capacity} slots of {cache.tiers[position]} are kept from use: processes may still write them"
-
-
-def quarantined(stack: Stack) -> list[int]:
-    """Return how many slots of each tier are in quarantine."""
-    counts = [0] * len(stack.cache.tiers)
-    for kept in stack.cache.quarantines:
-        for position, _ in kept.places:
-            counts[position] += 1
-    return counts
+    found = daemon.cache.examiner.judge()
+    reasons = [{"code": one.code, "message": one.message, "since_seconds": one.since_seconds} for one in found.ailments]
+    return {"status": found.status, "reasons": reasons}
 
 
 def stats(daemon: Daemon) -> dict[str, Any]:
@@ -51,6 +43,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
     counts = house.counts
     return {
         "status": daemon.state,
+        "health": judged(daemon),
         "boot": house.boot.hex(),
         "seconds": time.monotonic() - daemon.began,
         "sessions": [
@@ -70,7 +63,35 @@ def stats(daemon: Daemon) -> dict[str, Any]:
             "refused_connections": house.connections.refused,
         },
         "loop": _loop(daemon.heartbeat),
+        "workers": [_lane(lane) for lane in daemon.cache.lanes()],
+        "disk": _disk(daemon.cache.disk_watch, daemon.cache.ssd_limit),
         "stacks": [figures(stack) for stack in daemon.cache.stacks],
+    }
+
+
+def _lane(lane: LaneState) -> dict[str, Any]:
+    return {
+        "lane": lane.lane.value,
+        "threads": lane.threads,
+        "alive": lane.alive,
+        "busy": lane.busy,
+        "queued": lane.queued,
+        "longest_seconds": lane.longest,
+        "deaths": lane.deaths,
+    }
+
+
+def _disk(watch: DiskWatch | None, limit: int) -> dict[str, Any] | None:
+    if watch is None or watch.room is None:
+        return None
+    room = watch.room
+    return {
+        "free_bytes": room.free,
+        "size_bytes": room.size,
+        "data_bytes": room.data,
+        "limit_bytes": limit,
+        "metadata_bytes": room.metadata,
+        "age_seconds": watch.age,
     }
 
 
@@ -89,6 +110,7 @@ def _loop(heart: Heartbeat) -> dict[str, Any]:
 def figures(stack: Stack) -> dict[str, Any]:
     """Return the counts of one block size; `blocks` of a tier have a copy there, `capacity` of them fit when none is compressed."""
     cache, counted = stack.cache, stack.cache.stats
+    now = stack.troubles.now()
     apart = quarantined(stack)
     return {
         "block_bytes": stack.geometry.block_bytes,
@@ -116,6 +138,17 @@ def figures(stack: Stack) -> dict[str, Any]:
         ],
         "copied": [{"from": str(one), "to": str(other), "blocks": blocks} for (one, other), blocks in counted.copied.items()],
         "failures": dict(counted.failures),
+        "troubles": [
+            {
+                "tier": str(cache.tiers[position]),
+                "act": trouble.act,
+                "count": trouble.count,
+                "error": trouble.error,
+                "since_seconds": now - trouble.since,
+                "next_try_seconds": None if trouble.next_try is None else max(0.0, trouble.next_try - now),
+            }
+            for (position, _), trouble in stack.troubles.rows.items()
+        ],
         "blocks": cache.residency.table.live,
         "leases": sum(len(session.leases) for session in cache.sessions),
         "reservations": sum(len(session.reservations) for session in cache.sessions),

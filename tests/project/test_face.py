@@ -58,6 +58,7 @@ FACE = {
     "UnsupportedSpec",
     "Untrusted",
     "VersionMismatch",
+    "WorkerDied",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
@@ -18,7 +20,7 @@ from tests.service.client.daemons import Process, own_process
 from tiercache.config import Config
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import cli_client, cli_model, runners
-from tiercache.service.cli_text import share, span, tree_view
+from tiercache.service.cli_text import _reasons, share, span, tree_view
 from tiercache.service.client.blocking import BlockingClient
 from tiercache.service.client.client import BackOff, Client, connect
 from tiercache.service.commands import app
@@ -68,6 +70,39 @@ def test_what_there_is_is_shown(daemon: Process) -> None:
         assert done.exit_code == 0, done.output
         assert [text for text in said if text not in done.stdout] == []
         assert max(len(line) for line in done.stdout.splitlines()) <= 80
+
+
+def test_what_ails_a_daemon_is_shown(tmp_path: Path) -> None:
+    """Statistics and live view say degraded, the code, since when, and the whole text, in 80 columns."""
+    (tmp_path / "kv" / "metadata").mkdir(parents=True)
+    (tmp_path / "kv" / "format.json").write_text('{"format": 1}')
+    (tmp_path / "kv" / "metadata" / "data.mdb").write_bytes(b"\xa5" * 65536)
+    with own_process(small(hbm=8, ssd=64, spec=LARGE, directory=tmp_path / "kv")) as running:
+        with BlockingClient(running.address, deadline=30.0, back_off=AT_ONCE) as client:
+            client.connected()
+        for words in (["stats"], ["top", "--once"]):
+            done = tiercache(*words, "--socket", running.address)
+
+            assert done.exit_code == 0, done.output
+            shown = done.stdout
+            assert "now, degraded" in shown and "data_set_aside" in shown and "00:00:0" in shown
+            folded = "".join(shown.split())
+            assert f"weremovedto{tmp_path}/kv/set-aside-1,andSSDbeganwithoutthem" in folded
+            assert max(len(line) for line in shown.splitlines()) <= 80
+            if words == ["stats"]:
+                assert "longest call" in shown and " free, 0 s ago" in shown
+
+
+def test_a_message_with_brackets_is_shown_as_it_is() -> None:
+    """What the system says is no markup."""
+    reasons = [{"code": "disk_failing", "message": f"{number} [Errno 5] [red]x[/]", "since_seconds": 3.0} for number in range(9)]
+    out = Console(width=80, record=True, file=io.StringIO())
+
+    for part in _reasons({"status": "degraded", "reasons": reasons}, most=6):
+        out.print(part)
+
+    text = out.export_text()
+    assert text.count("[Errno 5] [red]x[/]") == 6 and "… and 3 more: tiercache stats" in text
 
 
 def test_programs_get_json(daemon: Process) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from tiercache.errors import StoreError
 from tiercache.storage.copier import Copier
-from tiercache.storage.workers import Lane
+from tiercache.storage.workers import Lane, LaneState
 from tiercache.transfer import Discard, Report, Transfer
 
 T = TypeVar("T")
@@ -118,6 +118,9 @@ class TurnWorkers:
         future: asyncio.Future[T] = self._loop.create_future()
         self._later(self._do, future, call, args)
         return await future
+
+    def lanes(self) -> tuple[LaneState, ...]:
+        return ()
 
     def close(self) -> None:
         pass

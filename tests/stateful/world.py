@@ -20,6 +20,7 @@ from tests.oracle import oracle_block, oracle_kv
 from tests.stateful.book import Book, blocks_of
 from tests.stateful.loop import HeldCopier, LoopClock, TurnWorkers, VirtualLoop
 from tiercache.changes import Change, Reason
+from tiercache.clock import Clock
 from tiercache.config import Config
 from tiercache.keys import pack_tokens
 from tiercache.service import tensors
@@ -213,7 +214,7 @@ class World:
             self.loop.close()
             self._root.cleanup()
 
-    def _workers(self, config: Config) -> Workers:
+    def _workers(self, config: Config, clock: Clock) -> Workers:
         return TurnWorkers(self.loop, self.random) if self._held else InlineWorkers()
 
     def _hold(self, inner: Copier) -> Copier:

@@ -48,7 +48,7 @@ async def test_health_says_what_is_wrong(folder: Path) -> None:
 
         status, found = await get(daemon.path, "/health")
 
-        assert (status, found["status"]) == (200, "degraded") and "SSD" in found["reasons"][0]
+        assert (status, found["status"]) == (200, "degraded") and "SSD" in found["reasons"][0]["message"]
         daemon.cache.stacks[0].cache.moves.refusing.clear()
 
 
