@@ -12,6 +12,10 @@ from tests.project.tree import ROOT
 from tiercache.service.health import Code
 
 FAILURES, GUARANTEES = ROOT / "docs/reference/failures.md", ROOT / "docs/explanation/guarantees.md"
+PLANTED = ROOT / "docs/explanation/planted-faults.md"
+CASES = [
+    f"{kind}{number}" for kind, count in zip("wtmsrqap", (5, 5, 9, 5, 5, 5, 2, 2), strict=True) for number in range(1, count + 1)
+]
 _TEST = re.compile(r"`(tests/[\w/.-]+\.py)(?:::(\w+))?`")
 
 
@@ -51,10 +55,39 @@ def test_tests_that_are_named_are_there(page: Path) -> None:
 def test_every_promise_names_a_test() -> None:
     """A row of the guarantees without one is an intention."""
     rows = [
-        line for line in GUARANTEES.read_text().splitlines() if line.startswith("| ") and not re.match(r"\| (promise|---)", line)
+        line
+        for line in GUARANTEES.read_text().splitlines()
+        if line.startswith("| ") and not re.match(r"\| (promise|fault|---)", line)
     ]
 
     assert rows and [row for row in rows if not _TEST.search(row)] == []
+
+
+def test_every_planted_fault_names_a_test() -> None:
+    """A row of an edit that no test notices any more, because it was renamed, is of no use; nor one of a file that is gone."""
+    known = {name for path in (ROOT / "tests").rglob("*.py") for name in names_in(str(path.relative_to(ROOT)))}
+    rows = re.findall(r"^\| `([\w./-]+)` \| .* \| (`.+`) \|$", PLANTED.read_text(), flags=re.MULTILINE)
+    wrong = [
+        (file, test)
+        for file, tests in rows
+        for test in tests.strip("`").split("`, `")
+        if not (ROOT / file).is_file() or not (test in known or (ROOT / test).is_file())
+    ]
+
+    assert len(rows) > 200 and wrong == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_has_a_test_that_is_promised(case: str) -> None:
+    """Each of the 38 faults is a test named by its number, and all of its tests are in the table."""
+    named = {
+        (f"tests/cases/{path.name}", name)
+        for path in (ROOT / "tests/cases").glob("test_*.py")
+        for name in names_in(f"tests/cases/{path.name}")
+        if re.match(rf"test_{case}[a-z]?_", name)
+    }
+
+    assert named and named <= set(_TEST.findall(GUARANTEES.read_text()))
 
 
 def names_in(path: str) -> set[str]:
