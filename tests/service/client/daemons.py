@@ -51,7 +51,7 @@ class Process:
         self._file.write_text(
             f"tiers = [{tiers}]\ndirectory = '{config.directory or directory / 'data'}'\nadmit_ms = {config.admit_ms}\n"
             f"promote_ms = {config.promote_ms}\nlease_share = 1.0\ndrain_seconds = 0.0\n[limits]\n"
-            + "".join(f"{name} = {value!r}\n" for name, value in msgspec.to_builtins(config.limits).items())
+            + "".join(f"{name} = {value!r}\n" for name, value in msgspec.to_builtins(config.limits).items() if value is not None)
         )
         self.process: subprocess.Popen[bytes] | None = None
 
