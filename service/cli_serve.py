@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import importlib.util
 import signal
@@ -74,6 +75,9 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if importlib.util.find_spec("uvloop") is not None:
         factory = importlib.import_module("uvloop").new_event_loop
+    # What was imported stays to the end: looking it through again and again would hold the loop for tens of milliseconds each time.
+    gc.collect()
+    gc.freeze()
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(work())
 
