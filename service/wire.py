@@ -455,11 +455,17 @@ class _Requests:
     def decode(self, data: bytes) -> Request:
         """Return the request that `data` says."""
         frame = self._decoder.decode(data)
-        if isinstance(frame, Open):
-            # msgspec takes the last of two values of one key: the namespace would be one of two that the frame names.
-            _, _, namespace, spec, *_ = self._parts.decode(data)
-            if _pairs(namespace) > len(frame.namespace) or _pairs(spec) > len(frame.spec):
-                raise msgspec.ValidationError("a key comes twice")
+        # msgspec takes the last of two values of one key: what is opened or removed would be one of two that the frame names.
+        match frame:
+            case Open():
+                maps: tuple[dict[str, Any], ...] = (frame.namespace, frame.spec)
+            case Invalidate():
+                maps = (frame.fields,)
+            case _:
+                return frame
+        said = self._parts.decode(data)[2:]
+        if any(_pairs(one) > len(found) for one, found in zip(said, maps, strict=False)):
+            raise msgspec.ValidationError("a key comes twice")
         return frame
 
 

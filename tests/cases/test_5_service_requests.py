@@ -73,6 +73,7 @@ FRAMES: dict[str, tuple[bytes, int]] = {
     "more behind it": (say("check", 18) + b"\x00", 0),
     "a namespace's key twice": (b"\x95\xa4open\x13" + TWICE + LAID_OUT + b"\x00", 19),
     "a layout's key twice": (b"\x95\xa4open\x14" + MODEL + b"\x82\xa6layers\x04\xa6layers\x05" + b"\x00", 20),
+    "a selection's key twice": (b"\x93\xaainvalidate\x16" + TWICE, 22),
     "a key seventeen times": (b"\x95\xa4open\x15" + MANY + LAID_OUT + b"\x00", 21),
 }
 
