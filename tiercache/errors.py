@@ -58,7 +58,7 @@ Distrust = Literal[
 
 
 DISTRUST: frozenset[str] = frozenset(get_args(Distrust))
-FAILURES: frozenset[str] = DISTRUST - {"archive"} | {"StoreError", "StoreFull", "write-through"}
+FAILURES: frozenset[str] = DISTRUST - {"archive"} | {"StoreError", "StoreFull", "WorkerDied", "write-through"}
 """All reasons that the failures of a cache are counted by."""
 
 

@@ -281,7 +281,7 @@ def test_s2_reasons_are_a_closed_set() -> None:
     assert {word for _, words in DAMAGES.values() for word in words} | {"codec", "namespace", "parent", "symbol", "order"} == (
         DISTRUST - {"archive"}
     )
-    assert {"StoreError", "StoreFull", "write-through"} == FAILURES - DISTRUST
+    assert {"StoreError", "StoreFull", "WorkerDied", "write-through"} == FAILURES - DISTRUST
 
 
 # --- directories ----------------------------------------------------------------------------------------------------------
