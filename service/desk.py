@@ -156,14 +156,19 @@ class Desk:
 
     # --- writing ------------------------------------------------------------------------------------------------------------
 
-    async def acquire(self, key: bytes, after: Lease | None, position: int, *, vouched: int | None = None) -> Reservation:
+    async def acquire(
+        self, key: bytes, after: Lease | None, position: int, *, vouched: int | None = None, edition: int | None = None
+    ) -> Reservation:
         """Make room for the blocks of `key` that are not cached, and take slots for them.
 
-        `after` is a lease on a prefix of `key`, of which `vouched` blocks are sound (None: all). Waits for room as long as the
+        `after` is a lease on a prefix of `key`, of which `vouched` blocks are sound (None: all). `edition` is the namespace's when
+        the blocks were asked for (None: it is now): under another one there are no slots. Waits for room as long as the
         configuration allows.
         """
         stack = self.stack
         lease = stack.cache.match(self.session, self.space, key, count=False, charged=False)
+        if edition is not None:
+            lease.edition = edition
         try:
             await self._prepare(lease, key, position)
             self._require_open()
@@ -180,9 +185,9 @@ class Desk:
         """Do as `acquire` does; with `wait`, wait a bounded time for another writer of the same blocks, and try again."""
         edition = self.space.edition
         while True:
-            reservation = await self.acquire(key, after, position)
+            reservation = await self.acquire(key, after, position, edition=edition)
             other = reservation.other
-            if not wait or other is None or reservation.lease.edition != edition:
+            if not wait or other is None:
                 return reservation
             self.close(reservation)
             if not await self.stack.traffic.wait_for(other, PENDING_SECONDS):

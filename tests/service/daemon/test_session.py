@@ -10,6 +10,7 @@ import pytest
 
 from tests.seams import Rig
 from tests.service.caches import SPEC, lower, prompt, small
+from tests.service.client.fake import until
 from tests.service.daemon.raw import are_exact, daemon_of, fetched, fill, session_at, stored, whole
 from tiercache.service import wire
 from tiercache.types import Tier
@@ -228,6 +229,24 @@ async def test_sixty_four_sessions_at_once(folder: Path) -> None:
         counts = await asyncio.gather(*(one(daemon.path, number) for number in range(64)))
 
     assert counts == [2] * 64
+
+
+async def test_who_waits_for_a_writer_when_the_namespace_is_cleared_gets_no_slots(folder: Path) -> None:
+    """The bytes that it has are of before the clear: what it asked for then is dropped, and what it asks for anew is not."""
+    tokens = prompt(1, 4)
+    async with daemon_of(folder) as daemon, session_at(daemon.path) as first, session_at(daemon.path) as second:
+        opened, there = await first.open(), await second.open()
+        before = await first.call(wire.Reserved, wire.Reserve, kv=opened.kv, prompt=whole(tokens))
+        [pending] = daemon.cache.stacks[0].cache.pending.values()
+        asked = asyncio.create_task(second.call(wire.Reserved, wire.Reserve, kv=there.kv, prompt=whole(tokens), wait=True))
+        await until(lambda: bool(pending.on_close))
+        await first.call(wire.Count, wire.Clear, kv=opened.kv)
+        await first.call(wire.Done, wire.Close, reservation=before.reservation)
+        waited = await asked
+        anew = await second.call(wire.Reserved, wire.Reserve, kv=there.kv, prompt=whole(tokens), wait=True)
+
+        assert (waited.places, waited.refusal) == (b"", "dropped")
+        assert len(anew.places) == 4 * wire.PLACE_BYTES and anew.refusal is None
 
 
 @pytest.mark.parametrize("leases", [1, 3])
