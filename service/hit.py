@@ -124,7 +124,8 @@ class Hit:
         if not self._settled:
             self._settled = True
             self._keep(claim, self._desk.stack.readable_blocks(claim.lease))
-        return len(self._places()) * self._desk.spec.block_size
+        size = self._desk.spec.block_size
+        return min(self._desk.stack.readable_blocks(claim.lease) * size, self._tokens)
 
     async def gather(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the readable KV, `[layers, parts, tokens, kv_heads, head_dim]`: one copy, each block verified as it is copied.

@@ -201,8 +201,8 @@ class InFlight:
         residency, table = self.residency, self.residency.table
         slots = iter(transfer.slots_to)
         keys = iter(report.keys)
-        for source in transfer.sources[: sum(len(node.blocks) for node in done)]:
-            self._stats.copied[residency.tiers[source], residency.tiers[transfer.to]] += 1
+        for source, count in Counter(transfer.sources[: sum(len(node.blocks) for node in done)]).items():
+            self._stats.copied[residency.tiers[source], residency.tiers[transfer.to]] += count
         for node in done:
             for block, key in zip(node.blocks, islice(keys, len(node.blocks)), strict=False):
                 table.key[block] = memoryview(key)
