@@ -152,9 +152,9 @@ def clear(
     no_salt: Annotated[bool, typer.Option("--no-salt", help="What belongs to no tenant.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
 ) -> None:
-    """Remove all blocks, or those of some namespaces, from all tiers and for good.
+    """Remove blocks from all tiers and for good.
 
-    A namespace is meant if all that is said of it is true, to the letter. Says what would go, and asks.
+    All of them, or those of the namespaces of which all that is said is true, to the letter. Says what would go, and asks.
     """
     for value, without, name in ((adapter, no_adapter, "adapter"), (salt, no_salt, "salt")):
         if value is not None and without:

@@ -28,7 +28,10 @@ def config(
     admin_token_file: Annotated[str | None, typer.Option(help="The file with the bearer token for it.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Show what `serve` with the same options would run with, and where each value came from: default, file or flag."""
+    """Show what `serve` would run with, and why.
+
+    That is with the same options; each value comes from a default, the file or a flag.
+    """
     sizes = {"hbm": hbm, "dram": dram, "ssd": ssd}
     given = {"directory": directory, "admin": admin, "admin_token_file": admin_token_file}
     try:

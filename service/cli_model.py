@@ -46,9 +46,10 @@ def generate(
     system: System = None,
     prefetch: Prefetch = "wait",
 ) -> None:
-    """Answer one prompt with the daemon's cache, and show where the KV of the prompt was found.
+    """Answer one prompt with a model on the daemon's cache.
 
-    The answer goes to stdout, all else to stderr. Without a daemon everything is computed.
+    Shows where the KV of the prompt was found. The answer goes to stdout, all else to stderr. Without a daemon everything is
+    computed.
     """
     asked = sys.stdin.read() if prompt == "-" else prompt
     with _talker(socket, model, tokens, temperature, seed, threads, system, prefetch) as talker:
@@ -65,7 +66,10 @@ def chat(
     system: System = None,
     prefetch: Prefetch = "wait",
 ) -> None:
-    """Talk with a model on the daemon's cache; each answer shows where its prefix was found. Ends with Ctrl-D or /quit."""
+    """Talk with a model on the daemon's cache. Ends with Ctrl-D or /quit.
+
+    Each answer shows where its prefix was found.
+    """
     with _talker(socket, model, tokens, temperature, seed, threads, system, prefetch) as talker:
         while True:
             try:

@@ -36,9 +36,10 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary directory that is used instead.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write what was found to this file.")] = None,
 ) -> None:
-    """Run a small model with and without the cache of a daemon, which is started, restarted and ended; compare.
+    """Run a small model with and without the cache, and compare.
 
-    The exit status is 0 when every text is the same and blocks moved in all directions, 1 when not, 2 when the demo can't run.
+    The cache is that of a daemon, which is started, restarted and ended. The exit status is 0 when every text is the same and
+    blocks moved in all directions, 1 when not, 2 when the demo can't run.
     """
     options = Options(model=model, threads=threads, seed=seed, directory=directory, keep=keep, json=json)
     raise typer.Exit(run(options, Console(highlight=False, emoji=False)))

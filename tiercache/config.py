@@ -70,6 +70,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lease_seconds: float = 60.0
     """How long a lease that is copied from, or a reservation, stands without a renewal. Clients renew by themselves."""
 
+    def __post_init__(self) -> None:
+        _check_types(self, within="limits.")
+
     @property
     def most_connections(self) -> int:
         """`connections`, or what stands for None."""
@@ -121,7 +124,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Address of the admin part on TCP, such as `127.0.0.1:9410`; it needs a token. None: on the socket alone."""
     admin_token_file: str | None = None
     """The file that holds the bearer token for `admin`; nobody else may read it."""
-    limits: Limits = Limits()
+    limits: Limits = msgspec.field(default_factory=Limits)
     """What the daemon allows at once."""
 
     def __post_init__(self) -> None:
@@ -167,13 +170,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return Path(home).expanduser() / "tiercache"
 
 
-def _check_types(struct: msgspec.Struct, where: str = "") -> None:
+def _check_types(struct: msgspec.Struct, where: str = "", *, within: str = "") -> None:
     """Raise InvalidConfig, naming key and value, for a field of another type than it is declared with.
 
-    msgspec checks what it decodes, but not what is handed to a struct's constructor.
+    The message begins with `where`; `within` is a part of the key's name. msgspec checks what it decodes, but not what is handed
+    to a struct's constructor.
     """
-    for name, kind in _types(type(struct)).items():
-        value = getattr(struct, name)
+    for field, kind in _types(type(struct)).items():
+        name, value = f"{within}{field}", getattr(struct, field)
         try:
             # What is only like the declared type (a list, a table in place of a TierConfig) comes back as something else.
             same = msgspec.convert(value, kind) == value
@@ -288,7 +292,7 @@ def _check_daemon(config: Config) -> None:
             value=config.limits.idle_seconds,
         )
     for name in ("prompt_bytes", "queued_bytes"):
-        parse_size(getattr(config.limits, name))
+        _check_size(f"limits.{name}", f"limits.{name}", getattr(config.limits, name))
 
 
 def _check_size(where: str, name: str, value: str | int) -> None:

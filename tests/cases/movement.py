@@ -64,15 +64,6 @@ def leased(cache: TierCache, kv: LocalKV, tokens: list[int]) -> Lease:
     return stack_of(cache).cache.match(kv._desk.session, kv._desk.space, kv._key(tokens), count=False, charged=False)
 
 
-async def where(cache: TierCache, kv: LocalKV, tokens: list[int]) -> dict[Tier, int]:
-    """Return how many blocks of a prompt have their fastest copy where, without moving any."""
-    core = stack_of(cache).cache
-    lease = leased(cache, kv, tokens)
-    found = {core.tiers[position]: blocks for position, blocks in core.tiers_of(lease).items()}
-    core.release(lease)
-    return found
-
-
 async def turns(count: int = 50) -> None:
     """Let everything run that can run without a thread's answer."""
     for _ in range(count):

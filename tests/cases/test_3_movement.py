@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases.movement import Pair, begin_demotion, both_sides, each_pair, turns, where
+from tests.cases.movement import Pair, begin_demotion, both_sides, each_pair, turns
 from tests.seams import Hold, Rig
-from tests.service.caches import LARGE, SIZE, free, is_exact, leases, opened_kv, prompt, read, stack_of, store, tensor_of
+from tests.service.caches import LARGE, SIZE, free, is_exact, leases, opened_kv, placed, prompt, read, stack_of, store, tensor_of
 from tiercache.leases import Refusal
 from tiercache.slots import SlotState
 from tiercache.transfer import Transfer
@@ -93,18 +93,18 @@ async def test_m2_promotion_does_not_evict_its_own_source(tmp_path: Path, seed: 
             await store(kv, tokens)
         below = stack_of(cache).cache.residency.slots[1]
         assert free(cache)[pair.upper] == below.free == 0
-        assert await where(cache, kv, x) == await where(cache, kv, z) == {pair.lower: 4}
+        assert placed(kv, x) == placed(kv, z) == {pair.lower: 4}
         hold = rig.copies.hold("layer" if pair.upper is Tier.HBM else "blocks", to=0, number=0)
 
         async with kv.match(x) as hit:
             await hold.reached()
-            assert (await where(cache, kv, x)).get(pair.lower) == 4
+            assert (placed(kv, x)).get(pair.lower) == 4
             other = asyncio.ensure_future(read(kv, z))
             crowd = asyncio.ensure_future(kv.insert(newer, tensor_of(newer, spec=LARGE)))
             await turns()
             if pair.upper is Tier.HBM:
                 await asyncio.wait([other])
-            assert (await where(cache, kv, x)).get(pair.lower) == 4
+            assert (placed(kv, x)).get(pair.lower) == 4
             assert {below.state(slot) for slot in _sources(hold)} == {SlotState.OWNED}
             hold.release()
             assert is_exact(await hit.gather(), x, spec=LARGE) and await hit.ready() == 4 * SIZE

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cases.movement import Pair, begin_demotion, both_sides, each_pair, turns, where
+from tests.cases.movement import Pair, begin_demotion, both_sides, each_pair, turns
 from tests.seams import Rig
 from tests.service.caches import (
     SIZE,
@@ -17,6 +17,7 @@ from tests.service.caches import (
     is_exact,
     lower,
     opened_kv,
+    placed,
     prompt,
     read,
     sink,
@@ -67,7 +68,7 @@ async def test_m9_delete_reaches_every_copy(tmp_path: Path, seed: int, pair: Pai
         assert await read(kv, tokens[: 2 * SIZE]) == 2 * SIZE
         await cache.settle()
         await store(kv, tokens)
-        assert await where(cache, kv, tokens) == {pair.upper: 4} and len(durable_slots(kv, tokens)) == 2
+        assert placed(kv, tokens) == {pair.upper: 4} and len(durable_slots(kv, tokens)) == 2
         hold = pair.hold(rig, after=after)
         begin_demotion(cache, 8)
         await hold.reached()

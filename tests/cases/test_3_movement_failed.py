@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases.movement import LONG, Asked, Pair, begin_demotion, both_sides, each_pair, leased, turns, well_again, where
+from tests.cases.movement import LONG, Asked, Pair, begin_demotion, both_sides, each_pair, leased, turns, well_again
 from tests.seams import Rig
 from tests.service.caches import (
     SIZE,
@@ -17,6 +17,7 @@ from tests.service.caches import (
     free,
     lower,
     opened_kv,
+    placed,
     prompt,
     read,
     small,
@@ -45,7 +46,7 @@ async def test_m4_a_leased_host_is_passed_by_ahead_of_need(tmp_path: Path, seed:
         await store(kv, old)
         await cache.settle()
 
-        assert await where(cache, kv, old) == {Tier.HBM: 2, Tier.SSD: 2} and await where(cache, kv, held) == {Tier.DRAM: 4}
+        assert placed(kv, old) == {Tier.HBM: 2, Tier.SSD: 2} and placed(kv, held) == {Tier.DRAM: 4}
         assert free(cache)[Tier.HBM] == 2 and free(cache)[Tier.DRAM] == 0
         assert core.stats.total(Reason.DROP) == core.stats.total(Reason.EVICT) == 0
         assert core.stats.between(Tier.HBM, Tier.DRAM) == 0 and core.stats.between(Tier.HBM, Tier.SSD) == 2
@@ -81,7 +82,7 @@ async def test_m4_what_a_leased_host_can_t_take_is_lost_and_counted(
         assert outcome == (2 * SIZE, 0, 0) and outcome.refused_because is None
         assert asked.count <= 4
         assert core.stats.total(Reason.DROP) == core.stats.between(Tier.HBM, None) == 2
-        assert await where(cache, kv, old) == {Tier.HBM: 2} and await where(cache, kv, held) == {Tier.DRAM: 4}
+        assert placed(kv, old) == {Tier.HBM: 2} and placed(kv, held) == {Tier.DRAM: 4}
         assert await read(kv, old) == 2 * SIZE and await read(kv, new) == 2 * SIZE
         await cache.check()
         core.release(lease)
@@ -97,7 +98,7 @@ async def test_m4_with_no_time_to_wait_for_a_disk_it_is_lost_and_counted(tmp_pat
             assert await kv.insert(new, tensor_of(new)) == (2 * SIZE, 0, 0)
 
             assert stack_of(cache).cache.stats.total(Reason.DROP) == (0 if tier else 2)
-            assert await where(cache, kv, old) == {Tier.DRAM: 2} | ({tier: 2} if tier else {})
+            assert placed(kv, old) == {Tier.DRAM: 2} | ({tier: 2} if tier else {})
             assert await read(kv, new) == 2 * SIZE and await read(kv, old) == (4 if tier else 2) * SIZE
             await cache.settle()
             await cache.check()
@@ -121,7 +122,7 @@ async def test_m4_a_parent_does_not_pass_a_child_that_comes_meanwhile(tmp_path: 
         hold.release()
         await cache.settle()
 
-        assert await where(cache, kv, tokens) == {Tier.HBM: 2, Tier.DRAM: 1}
+        assert placed(kv, tokens) == {Tier.HBM: 2, Tier.DRAM: 1}
         assert len(durable_slots(kv, tokens)) == 2
         await cache.check()
         assert await read(kv, tokens) == 3 * SIZE
@@ -143,13 +144,13 @@ async def test_m4_a_copy_that_fails_leaves_the_node_where_it_is(tmp_path: Path, 
         await cache.settle()
 
         assert free(cache)[pair.upper] == 1, "the last of a chain did not arrive: none before it may leave"
-        assert await where(cache, kv, tokens) == {pair.upper: 3}
+        assert placed(kv, tokens) == {pair.upper: 3}
         assert stack_of(cache).cache.residency.slots[1].free == 8 - arrive or pair.upper is Tier.DRAM
         assert await read(kv, tokens) == 3 * SIZE
         await cache.check()
         await well_again(cache)
         await lower(cache, pair.upper)
-        assert await where(cache, kv, tokens) == {pair.lower: 3} and free(cache)[pair.upper] == 4
+        assert placed(kv, tokens) == {pair.lower: 3} and free(cache)[pair.upper] == 4
         assert await read(kv, tokens) == 3 * SIZE
         await cache.check()
 
@@ -166,14 +167,14 @@ async def test_m4_eio_between_host_and_disk(tmp_path: Path, seed: int, operation
         begin_demotion(cache, 6)
         await cache.settle()
 
-        assert await where(cache, kv, tokens) == {Tier.DRAM: 6} and free(cache)[Tier.DRAM] == 2
+        assert placed(kv, tokens) == {Tier.DRAM: 6} and free(cache)[Tier.DRAM] == 2
         assert durable_slots(kv, tokens) == [] and disk_of(cache).stats().blocks == 0
         assert await read(kv, tokens) == 6 * SIZE
         await cache.check()
         rig.disk.release()
         await well_again(cache)
         await lower(cache, Tier.DRAM)
-        assert await where(cache, kv, tokens) == {Tier.SSD: 6} and free(cache)[Tier.DRAM] == 8
+        assert placed(kv, tokens) == {Tier.SSD: 6} and free(cache)[Tier.DRAM] == 8
         assert await read(kv, tokens) == 6 * SIZE
 
 
@@ -191,7 +192,7 @@ async def test_m4_a_chain_of_three_nodes_goes_in_one_call(tmp_path: Path, seed: 
 
         assert await kv.insert(other, tensor_of(other)) == (3 * SIZE, 0, 0)
 
-        assert await where(cache, kv, tokens) == {pair.lower: 3} and await where(cache, kv, other) == {pair.upper: 3}
+        assert placed(kv, tokens) == {pair.lower: 3} and placed(kv, other) == {pair.upper: 3}
         assert stack_of(cache).cache.stats.total(Reason.DROP) == 0
         await cache.check()
         assert await read(kv, tokens) == 3 * SIZE and await read(kv, other) == 3 * SIZE

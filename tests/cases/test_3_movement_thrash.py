@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases.movement import LONG, Pair, each_pair, where
+from tests.cases.movement import LONG, Pair, each_pair
 from tests.seams import Rig
-from tests.service.caches import LARGE, SIZE, lower, opened_kv, prompt, read, sink, small, stack_of, store, tensor_of
+from tests.service.caches import LARGE, SIZE, lower, opened_kv, placed, prompt, read, sink, small, stack_of, store, tensor_of
 from tiercache.changes import Change, Reason
 from tiercache.service.inprocess import TierCache
 from tiercache.tree import Node
@@ -63,7 +63,7 @@ async def test_m8_thrash_moves_no_more_than_the_cycle(tmp_path: Path, seed: int,
                         assert await kv.prefetch(node) == SIZE
                         await cache.settle()
                     assert await read(kv, node) == SIZE
-                    assert await where(cache, kv, node) == {pair.upper: 1}
+                    assert placed(kv, node) == {pair.upper: 1}
                     promoted = {block for change in seen if change.reason is Reason.PROMOTE for block in change.blocks}
                     demoted = {block for change in seen if change.reason is Reason.DEMOTE for block in change.blocks}
                     assert not promoted & demoted
@@ -88,9 +88,9 @@ async def test_m8_clean_data_is_not_written_again(tmp_path: Path, seed: int) -> 
         for _ in range(3):
             assert await kv.prefetch(tokens) == 6 * SIZE
             await cache.settle()
-            assert await where(cache, kv, tokens) == {Tier.HBM: 6}
+            assert placed(kv, tokens) == {Tier.HBM: 6}
             await sink(cache)
-            assert await where(cache, kv, tokens) == {Tier.SSD: 6}
+            assert placed(kv, tokens) == {Tier.SSD: 6}
 
         assert rig.disk.writes == []
         assert stack_of(cache).cache.stats.copied[Tier.DRAM, Tier.SSD] + stack_of(cache).cache.stats.copied[Tier.HBM, Tier.SSD] == 6
@@ -109,7 +109,7 @@ async def test_m8_only_what_grew_is_written(tmp_path: Path, seed: int) -> None:
         rig.disk.writes.clear()
         await sink(cache)
 
-        assert len(rig.disk.writes) == 2 and await where(cache, kv, tokens) == {Tier.SSD: 6}
+        assert len(rig.disk.writes) == 2 and placed(kv, tokens) == {Tier.SSD: 6}
         assert await read(kv, tokens) == 6 * SIZE
         await cache.check()
 

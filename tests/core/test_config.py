@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiercache.config import Config, Share, TierConfig
+from tiercache.config import Config, Limits, Share, TierConfig
 from tiercache.errors import InvalidConfig
 
 DRAM = TierConfig(tier="DRAM", capacity="1 MiB")
@@ -114,9 +114,13 @@ def test_a_capacity_that_cannot_be_is_refused(size: Any) -> None:
         (Share, {"block_bytes": 4096, "fraction": "x"}, "fraction"),
         (Share, {"block_bytes": 4096, "fraction": None}, "fraction"),
         (Share, {"block_bytes": 4096, "fraction": float("nan")}, "fraction"),
+        (Limits, {"sessions": "7"}, "limits.sessions"),
+        (Limits, {"requests": 1.5}, "limits.requests"),
+        (Limits, {"idle_seconds": None}, "limits.idle_seconds"),
+        (Limits, {"write_seconds": float("nan")}, "limits.write_seconds"),
     ],
 )
-def test_a_tier_and_a_share_check_their_own_fields(kind: Any, fields: dict[str, Any], wrong: str) -> None:
+def test_tiers_shares_and_limits_check_their_own_fields(kind: Any, fields: dict[str, Any], wrong: str) -> None:
     """Where they are made, not where the configuration is."""
     with pytest.raises(InvalidConfig) as caught:
         kind(**fields)

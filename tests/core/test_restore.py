@@ -133,7 +133,7 @@ def test_a_smaller_budget_keeps_what_it_pays_for() -> None:
 
 def test_records_with_colliding_keys_end_no_house() -> None:
     """With a constant digest every key is the same: what follows such a key might be another block's, and is given up."""
-    constant: Digest = lambda data: b"x" * 32  # noqa: E731
+    constant: Digest = lambda data: b"x" * 32  # noqa: E731 - a function of one use, and of one line
     house = House(digest=constant)
     space = house.space()
     rows = {

@@ -68,7 +68,8 @@ async def test_stats_count_what_happened(folder: Path) -> None:
         assert found["sessions"][0]["leases"] == 1
 
 
-async def test_namespaces_are_named_and_those_of_earlier_runs_too(folder: Path) -> None:
+async def test_namespaces_are_named(folder: Path) -> None:
+    """By digest, with their blocks, and the names and layouts they were opened with."""
     digest = SPACE.digest(SPEC).hex()
     async with busy(folder) as daemon:
         _, found = await get(daemon.path, "/v1/namespaces")
