@@ -25,7 +25,13 @@ WATERMARK_SECONDS = 10.0
 """How long a tier may stay below its low watermark."""
 MUCH_APART = 0.05
 """The fraction of a tier in quarantine from which on it is told."""
-_WHAT = {Lane.COPY: "a copy between memories", Lane.READ: "a read from SSD", Lane.WRITE: "a write to SSD"}
+_WHAT = {
+    Lane.COPY: "a copy between memories",
+    Lane.READ: "a read from SSD",
+    Lane.WRITE: "a write to SSD",
+    Lane.DOWN: "a copy out of the device",
+    Lane.UP: "a copy into the device",
+}
 
 
 class Code(enum.StrEnum):

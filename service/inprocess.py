@@ -145,8 +145,9 @@ class TierCache:
                 await self.disk_watch.close()
             for kv in self._kvs:
                 kv.close()
+            end = self._seams.clock.now() + self.config.drain_seconds  # of all models together
             for stack in self._stacks.values():
-                await stack.close()
+                await stack.close(max(0.0, end - self._seams.clock.now()))
             if self._disk is not None:
                 await closers.run(Lane.WRITE, self._disk.close, self._seams.patience)
         finally:

@@ -231,8 +231,8 @@ class Stack:
             self.sweep_fault = repr(error)
             log.error("comparing metadata with data ended: %s", self.sweep_fault)
 
-    async def close(self) -> int:
-        """Write down what is not durable, for at most the configured time; return how many blocks were left out."""
+    async def close(self, seconds: float) -> int:
+        """Write down what is not durable, for at most `seconds`; return how many blocks were left out."""
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.wait([self._sweeping])
@@ -244,9 +244,9 @@ class Stack:
         self.mover.start(self.cache.inflight.take_waste())
         lost = 0
         try:
-            async with asyncio.timeout(self._patience + self._config.drain_seconds):
+            async with asyncio.timeout(self._patience + seconds):
                 await self.mover.settle()
-                lost = await self.traffic.write_down(self._config.drain_seconds)
+                lost = await self.traffic.write_down(seconds)
                 await self.mover.settle()
         except TimeoutError:
             log.warning("a move is stuck; closing without it")

@@ -146,6 +146,6 @@ async def device_house(
     finally:
         device.held = False
         device.run()
-        await stack.close()
+        await stack.close(10.0)
         workers.close()
         tier.close()

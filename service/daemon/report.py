@@ -10,6 +10,7 @@ from tiercache.service.daemon.heartbeat import EDGES, INTERVAL, Heartbeat
 from tiercache.service.health import LOOK_SECONDS
 from tiercache.service.stack import Stack
 from tiercache.slots import SlotState
+from tiercache.spec import Namespace
 from tiercache.storage.contract import FULL_CHARGE
 from tiercache.storage.disk_room import DiskWatch
 from tiercache.storage.workers import LaneState
@@ -161,7 +162,10 @@ def _name(tier: object) -> str | None:
 
 
 async def namespaces(daemon: Daemon) -> list[dict[str, Any]]:
-    """Return the namespaces that hold blocks or were opened: digest, blocks, and who they are where that is known."""
+    """Return the namespaces that hold blocks or were opened: digest, blocks, and who they are where that is known.
+
+    Of a salt, which is a tenant's secret, only that there is one.
+    """
     cache = daemon.cache
     known = await cache.known_spaces()
     found = []
@@ -173,11 +177,17 @@ async def namespaces(daemon: Daemon) -> list[dict[str, Any]]:
                     "digest": space.digest.hex(),
                     "block_bytes": stack.geometry.block_bytes,
                     "blocks": stack.cache.blocks_of(space),
-                    "namespace": None if who is None else _fields(who[0]),
+                    "namespace": None if who is None else _named(who[0]),
                     "spec": None if who is None else _fields(who[1]),
                 }
             )
     return found
+
+
+def _named(namespace: Namespace) -> dict[str, Any]:
+    fields = _fields(namespace)
+    salted = fields.pop("salt") is not None
+    return {**fields, "salted": salted}
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -6,8 +6,10 @@ import errno
 from pathlib import Path
 
 from tests.cases.disks import swept
-from tests.seams import Rig
-from tests.service.caches import LARGE, SIZE, opened_kv, prompt, read, small, store
+from tests.seams import FakeClock, Rig
+from tests.service.caches import LARGE, SIZE, SPACE, SPEC, opened, opened_kv, prompt, read, small, store
+from tiercache.config import Share
+from tiercache.service.inprocess import TierCache
 
 
 async def test_closing_writes_down_what_was_used_last(tmp_path: Path, seed: int) -> None:
@@ -38,3 +40,24 @@ async def test_closing_with_a_disk_that_refuses_ends(tmp_path: Path, seed: int) 
     async with opened_kv(config, spec=LARGE) as (cache, kv):
         assert [await read(kv, prompt(seed + number, 2)) for number in (0, 1)] == [2 * SIZE, 0]
         await swept(cache)
+
+
+async def test_closing_has_one_time_for_all_models(tmp_path: Path, seed: int) -> None:
+    """What writing down the first one takes is not there for the second, whose blocks are left out."""
+    rig = Rig(clock=FakeClock())
+    shares = (Share(block_bytes=SPEC.block_bytes, fraction=0.5), Share(block_bytes=LARGE.block_bytes, fraction=0.5))
+    config = small(hbm=None, dram=64, ssd=256, directory=tmp_path / "ssd", shares=shares, drain_seconds=5.0)
+    tokens = prompt(seed, 4)
+
+    def slow() -> bool:
+        assert isinstance(rig.clock, FakeClock)
+        rig.clock.advance(6.0)
+        return False
+
+    async with TierCache(config, seams=rig.seams()) as cache:
+        for spec in (SPEC, LARGE):
+            await store(await cache.open(SPACE, spec), tokens)
+        rig.disk.fail_when("commit", OSError("never raised"), slow)
+    async with opened(config) as cache:
+        assert await read(await cache.open(SPACE, SPEC), tokens) == 4 * SIZE
+        assert await read(await cache.open(SPACE, LARGE), tokens) == 0
