@@ -94,10 +94,6 @@ class Mover:
         """Return everything under way."""
         return list(self._flights.values())
 
-    def flight(self, number: int) -> Flight | None:
-        """Return a transfer under way by its number."""
-        return self._flights.get(number)
-
     async def change(self, seconds: float | None = None) -> bool:
         """Wait until a move has ended; return False when `seconds` passed first."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

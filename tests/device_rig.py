@@ -1,10 +1,11 @@
-"""A stack whose HBM tier lies on the fake device: everything above the device is what production runs."""
+"""A stack whose HBM tier lies on a device, mostly the fake one: everything above the device is what production runs."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from tests.oracle import oracle_block
 from tests.storage.blocks import contiguous
 from tests.storage.ssd_fixture import capacity_for
 from tiercache.config import Config
+from tiercache.kernels.device import Device, Pool
 from tiercache.kernels.host import Bytes
 from tiercache.keys import ROOT_KEY, block_keys
 from tiercache.leases import Lease, Session
@@ -26,6 +28,7 @@ from tiercache.storage.device_arena import DeviceArena
 from tiercache.storage.device_copier import DeviceCopier
 from tiercache.storage.layouts import block_first_slot_bytes
 from tiercache.storage.memory import HostMemory
+from tiercache.storage.pinning import Pinning
 from tiercache.storage.ssd import SsdTier
 from tiercache.storage.staging import Ring
 from tiercache.storage.workers import Lane, ThreadWorkers
@@ -38,14 +41,17 @@ GEOMETRY = Geometry(layers=3, parts=2, unit_bytes=4096, symbol_bytes=64)
 NAMESPACE = b"d" * 32
 STRIDE = GEOMETRY.symbol_bytes
 
+D = TypeVar("D", bound=Device)
 
-class DeviceHouse:
-    """A stack, its device and one session of the core."""
 
-    def __init__(self, stack: Stack, device: FakeDevice, arena: DeviceArena) -> None:
+class DeviceHouse(Generic[D]):
+    """A stack, its device and one session of the core; `pool_of` says what lies in the device's slots."""
+
+    def __init__(self, stack: Stack, device: D, arena: DeviceArena, pool_of: Callable[[Pool], Bytes]) -> None:
         self.stack = stack
         self.device = device
         self.arena = arena
+        self._pool_of = pool_of
         self.cache = stack.cache
         self.session: Session = stack.cache.begin_session()
         self.space = stack.cache.residency.space(NAMESPACE, STRIDE)
@@ -88,7 +94,7 @@ class DeviceHouse:
             for slot in self.cache.residency.table.slots(node.blocks, tag):
                 place = len(found)
                 if tag == 0:
-                    planes: Bytes = pool_array(self.arena.pool)[:, slot]
+                    planes: Bytes = self._pool_of(self.arena.pool)[:, slot]
                 elif (view := self.stack.stores[tag].view(slot)) is not None:
                     planes = view
                 else:
@@ -121,13 +127,50 @@ def is_exact(found: Sequence[tuple[int, bytes]], key: bytes) -> bool:
 @asynccontextmanager
 async def device_house(
     folder: Path, seed: int, *, hbm: int, dram: int | None, ssd: int = 256, stages: int = 2, stage_blocks: int = 2
-) -> AsyncIterator[DeviceHouse]:
-    """Open a stack of so many slots a tier; without `dram` the device stands on the disk."""
+) -> AsyncIterator[DeviceHouse[FakeDevice]]:
+    """Open a stack of so many slots a tier on a fake device; without `dram` the device stands on the disk."""
     device = FakeDevice(seed)
     arena = DeviceArena(device, GEOMETRY, length=hbm * GEOMETRY.block_bytes)
+    ring = Ring(device, GEOMETRY, stages=stages, blocks=stage_blocks)
+    memory = None if dram is None else HostMemory(block_first_slot_bytes(GEOMETRY) * dram)
+    async with house_on(device, folder, arena, ring, memory, ssd=ssd, pool_of=pool_array) as house:
+        try:
+            yield house
+        finally:
+            device.held = False
+            device.run()
+
+
+@asynccontextmanager
+async def pinned_house(
+    device: D, folder: Path, *, hbm: int, dram: int, pool_of: Callable[[Pool], Bytes]
+) -> AsyncIterator[DeviceHouse[D]]:
+    """Open a stack of so many slots a tier on any device, with two stages of one block, above memory that is pinned for it."""
+    arena = DeviceArena(device, GEOMETRY, length=hbm * GEOMETRY.block_bytes)
+    memory = HostMemory(block_first_slot_bytes(GEOMETRY) * dram)
+    pinning = Pinning(device, memory.array)
+    try:
+        assert pinning.refused is None
+        async with house_on(device, folder, arena, Ring(device, GEOMETRY, stages=2, blocks=1), memory, pool_of=pool_of) as house:
+            yield house
+    finally:
+        pinning.close()
+
+
+@asynccontextmanager
+async def house_on(
+    device: D,
+    folder: Path,
+    arena: DeviceArena,
+    ring: Ring,
+    memory: HostMemory | None,
+    *,
+    pool_of: Callable[[Pool], Bytes],
+    ssd: int = 256,
+) -> AsyncIterator[DeviceHouse[D]]:
+    """Open a stack of the device's arena, memory and a disk."""
     stores: list[Store] = [arena]
-    if dram is not None:
-        memory = HostMemory(block_first_slot_bytes(GEOMETRY) * dram)
+    if memory is not None:
         stores.append(DramArena(memory, GEOMETRY))
         memory.close()  # the arena's views keep the mapping
     tier = SsdTier(folder / "ssd", codec="raw", batch_bytes=1 << 20)
@@ -136,16 +179,13 @@ async def device_house(
 
     def on_device(inner: Copier) -> Copier:
         assert isinstance(inner, StoreCopier)
-        ring = Ring(device, GEOMETRY, stages=stages, blocks=stage_blocks)
         return DeviceCopier(inner, stores, arena, device, ring, workers)
 
     stack = Stack(Config.of(hbm="1 MiB", lease_share=1.0), GEOMETRY, 16, stores, workers, Seams(copier=on_device))
     await stack.begin()
     try:
-        yield DeviceHouse(stack, device, arena)
+        yield DeviceHouse(stack, device, arena, pool_of)
     finally:
-        device.held = False
-        device.run()
         await stack.close(10.0)
         workers.close()
         tier.close()

@@ -19,9 +19,12 @@ import pytest
 from tests.seams import PATIENCE, Rig
 from tests.service.caches import (
     SIZE,
+    SPACE,
+    SPEC,
     Books,
     leases,
     opened_kv,
+    placed,
     prompt,
     read,
     reservations,
@@ -39,6 +42,7 @@ from tiercache.service import wire
 from tiercache.service.daemon.daemon import Daemon
 from tiercache.service.inprocess import TierCache
 from tiercache.service.kv import LocalKV
+from tiercache.types import Tier
 
 BLOCKS = 8
 NEIGHBOUR = 2
@@ -67,6 +71,11 @@ each_point = pytest.mark.parametrize("point", POINTS, ids=str)
 
 def config_of(path: Path) -> Config:
     return small(hbm=BLOCKS, dram=16, ssd=96, directory=path / "ssd", admit_ms=60_000, promote_ms=60_000)
+
+
+def source_of(point: Point) -> dict[Tier, int]:
+    """Return where a match finds the blocks while the promotion stands at a point: where they came from, none half-way up."""
+    return {Tier.SSD: BLOCKS} if point.to == 1 else {Tier.DRAM: BLOCKS}
 
 
 async def require_clean(cache: TierCache) -> None:
@@ -100,6 +109,7 @@ async def stop(point: Point, how: str, rig: Rig, cache: TierCache, kv: LocalKV, 
         assert isinstance(await wind_down(waiter), asyncio.CancelledError)
         await cache.check()
         assert leases(cache) == 0
+        assert placed(kv, tokens) == source_of(point)
     rig.copies.release()
     await require_clean(cache)
 
@@ -191,6 +201,7 @@ async def drop_socket(point: Point, rig: Rig, daemon: Daemon, tokens: list[int])
         raw.ws._response.connection.transport.abort()  # type: ignore[union-attr]
     await gone(daemon)
     await daemon.cache.check()
+    assert placed(await daemon.cache.open(SPACE, SPEC), tokens) == source_of(point)
     rig.copies.release()
     await require_clean(daemon.cache)
 

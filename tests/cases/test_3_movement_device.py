@@ -1,7 +1,7 @@
 """Kind 3, tier movement across a device's bus: M7, and what M1, M2 and M3 say of it, with copies that happen late.
 
 The device is `tests.fake_device`: a copy reads its source when its stream comes to it, streams run in an order drawn from the seed,
-and memory that was given back before its copy is a fault. The same on a real stream: `gpu`.
+and memory that was given back before its copy is a fault. M7 on a real stream is in `test_9_cuda`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.device_rig import GEOMETRY, DeviceHouse, device_house, is_exact, keys_of, truth
-from tests.fake_device import PATIENCE, FakeStream, pool_array
+from tests.fake_device import PATIENCE, FakeDevice, FakeStream, pool_array
 from tiercache.transfer import Transfer
 from tiercache.tree import path
 
@@ -235,7 +235,7 @@ async def test_w4_layers_come_up_in_order_and_whole(tmp_path: Path, seed: int) -
         house.cache.release(lease)
 
 
-def poison(house: DeviceHouse) -> None:
+def poison(house: DeviceHouse[FakeDevice]) -> None:
     """Overwrite every free slot of the device."""
     used = {
         slot

@@ -22,7 +22,11 @@ def ran(command: list[str]) -> None:
 
 @pytest.mark.parametrize("role", ["cache", "daemon"])
 def test_s1_a_full_file_system_is_refused_and_resumes(tmp_path: Path, role: str) -> None:
-    """4 MiB: no signal, what is acknowledged is durable, memory goes on, all that was stored is exact, room lets puts resume."""
+    """4 MiB: no signal, what is acknowledged is durable, memory goes on, all that was stored is exact, room lets puts resume.
+
+    An insert is into memory and is not refused for a disk: that it is full is said by what `flush` counts, and by the reason
+    `StoreFull` that is counted.
+    """
     said = []
     for prefix in OWN_MOUNTS:
         probe = [*prefix, "sh", "-c", MOUNT, str(tmp_path), "true"]

@@ -1,4 +1,7 @@
-"""Clients that do not read, and more clients than there is room for (R4): bounded, ended, and nobody else's trouble."""
+"""Clients that do not read, and more clients than there is room for (R4): bounded, ended, and nobody else's trouble.
+
+KV never passes through a socket, so that no client can ask for it as a stream: what waits for one that does not read are replies.
+"""
 
 from __future__ import annotations
 

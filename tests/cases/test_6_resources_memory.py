@@ -306,7 +306,7 @@ async def found_by_another(daemon: Served, tokens: list[int]) -> int:
 async def test_q4b_client_dies_with_memory_mapped(folder: Path, seed: int) -> None:
     """Killed in each state of a client, before its first request too: slots, descriptors and threads come back to base.
 
-    The host form: memory is the daemon's and comes as descriptors, a client exports none; that of a device has no test here.
+    The host form: memory is the daemon's and comes as descriptors, a client exports none. The device's form is in `test_9_cuda`.
     """
     roles = [*EARLY, "hold-view", "hold-written"]
     config = small(hbm=8, dram=64, ssd=None, spec=LARGE, lease_share=1.0)

@@ -1,4 +1,4 @@
-"""Kind 6, resources: the part of Q3 that is a device's."""
+"""Kind 6, resources: the part of Q3 that is a device's, on a fake one; on a real one in `test_9_cuda`."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import pytest
 from tests.core.house import DRAM, HBM, SSD, House
 from tiercache.audit import check
 from tiercache.errors import AuditFailed
+from tiercache.leases import Quarantine
 
 
 def full() -> House:
@@ -123,6 +124,18 @@ def bend_lease(house: House) -> None:
     house.session.leases.clear()
 
 
+def bend_quarantine(house: House) -> None:
+    house.cache.quarantines.add(Quarantine(((HBM, 5),)))
+
+
+def bend_arriving(house: House) -> None:
+    house.node([1, 2]).arriving |= 1 << HBM
+
+
+def bend_budget(house: House) -> None:
+    house.pools[HBM]._budget = 0
+
+
 BENDS = {name.removeprefix("bend_"): call for name, call in globals().copy().items() if name.startswith("bend_")}
 
 
@@ -144,3 +157,20 @@ def test_a_fault_in_the_books_is_found(bend: Callable[[House], None]) -> None:
 
     assert caught.value.fields["faults"]
     assert str(len(caught.value.fields["faults"])) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("bend", "text"),
+    [
+        (bend_quarantine, "1 slots are in quarantine, the pool says 0"),
+        (bend_arriving, "also on its way"),
+        (bend_budget, "units are used of 0"),
+    ],
+)
+def test_a_fault_that_breaks_one_rule_is_named_by_it(bend: Callable[[House], None], text: str) -> None:
+    """What is in quarantine, on its way twice, or above the budget shows nowhere else."""
+    house = full()
+    bend(house)
+
+    with pytest.raises(AuditFailed, match=text):
+        check(house.cache)

@@ -287,7 +287,7 @@ async def test_books_that_do_not_fit_end_a_move_and_no_wait(
     """A commit that raises is told with its error; the flush is answered."""
     async with opened_kv(small(directory=tmp_path / "ssd", spec=LARGE), spec=LARGE) as (cache, kv):
         await store(kv, prompt(seed, 2))
-        moved = stack_of(cache).cache.moves
+        moved = stack_of(cache).cache.moves.inflight
         with monkeypatch.context() as patch:
             patch.setattr(moved, "complete", _broken)
             async with asyncio.timeout(PATIENCE):
