@@ -293,6 +293,10 @@ class World:
         """Whether no cancelled insert still writes."""
         return not any(task.get_name().startswith("tiercache-finish") for task in asyncio.all_tasks(self.loop))
 
+    def promotions(self) -> int:
+        """Return how many promotions go on: each may hold a lease of its own for blocks that its reader no longer waits for."""
+        return sum(task.get_name() == "tiercache-promote" for task in asyncio.all_tasks(self.loop))
+
     # --- what must be true ------------------------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
