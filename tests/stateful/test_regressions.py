@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 from collections.abc import Iterator
 
 import pytest
 
+from tests.leaks import Held
 from tests.stateful.world import SHAPES, World
 from tiercache.errors import InvalidStart
 from tiercache.leases import Refusal
@@ -203,3 +206,31 @@ def test_a_promotion_that_nobody_waits_for_holds_one_lease_until_it_ends(world: 
     assert ready < len(prompt) and (going, held) == (1, 1)
     assert world.promotions() == 0 and not session.leases
     run(world.cache.check())
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["at once", "in turns"])
+def test_a_read_that_failed_keeps_no_memory_of_the_cache_when_that_is_closed(held: bool) -> None:
+    """What a failed read was to copy into is let go with the cache, not when garbage is next collected."""
+    before = Held.now()
+    world = World(SHAPES[0], 0, held=held)
+    kv, run = world.kvs[0], world.loop.run
+    prompt = [1, 1, 1, 2, 2, 1]
+    run(kv.insert(prompt, world.tensor(0, prompt)))
+    run(kv.flush(prompt))
+    world.chapters[0].maybe = world.chapters[0].book.prefixes(world.key(prompt))
+    world.reconcile()
+    world.reopen(kill=False)
+    gc.collect()
+    gc.disable()
+    try:
+        world.disk.fail("read", OSError(errno.EIO, "the test lets this read fail"))
+        hit = run(world.kvs[0].match(prompt).__aenter__())
+        ready = run(hit.ready())
+        run(hit.release())
+        world.end()
+        leaks = Held.now().since(before)
+    finally:
+        gc.enable()
+
+    assert ready == 0
+    assert not [line for line in leaks if "memfd" in line]
