@@ -51,7 +51,7 @@ class WriteThrough:
         self._cache = cache
         self._traffic = traffic
         self._account = cache.begin_session()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._closed = False
 
     def matched(self, lease: Lease) -> None:
@@ -71,8 +71,8 @@ class WriteThrough:
         own = self._cache.share(lease, self._account)
         self._cache.shorten(own, blocks)
         task = asyncio.get_running_loop().create_task(self._persist(own), name="tiercache-write-through")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
 
     async def _persist(self, lease: Lease) -> None:
         try:

@@ -67,7 +67,8 @@ class Mover:
         self.troubles = troubles or Troubles(MonotonicClock())
         self._flights: dict[int, Flight] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._changed: set[asyncio.Future[None]] = set()
+        self._changed: dict[asyncio.Future[None], None] = {}
+        """Who waits for a move's end, in the order in which they came: that is the order in which they are woken."""
         self._timers: set[asyncio.TimerHandle] = set()
         self._closing = False
 
@@ -97,14 +98,14 @@ class Mover:
     async def change(self, seconds: float | None = None) -> bool:
         """Wait until a move has ended; return False when `seconds` passed first."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._changed.add(future)
+        self._changed[future] = None
         try:
             async with asyncio.timeout(seconds):
                 await future
         except TimeoutError:
             return False
         finally:
-            self._changed.discard(future)
+            del self._changed[future]
         return True
 
     async def settle(self) -> None:

@@ -75,7 +75,7 @@ class Traffic:
             max(low, int(pool.capacity * watermark_high)) for low, pool in zip(self._low, cache.residency.slots, strict=True)
         ]
         self._turns = [asyncio.Lock() for _ in cache.tiers]
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._draining: set[int] = set()
         self._closed = False
 
@@ -392,5 +392,5 @@ class Traffic:
 
     def _spawn(self, work: Coroutine[object, object, None], name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=f"tiercache-{name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)

@@ -47,7 +47,8 @@ class Cache:
         self.inflight = InFlight(self.residency, self.stats)
         self.moves = Moves(self.residency, self.inflight, batch_blocks=batch_blocks)
         self.residency.listeners.append(self.stats.changed)
-        self.sessions: set[Session] = set()
+        self.sessions: dict[Session, None] = {}
+        """In the order in which they began."""
         self.pending: dict[tuple[Node, bytes], Reservation] = {}
         """Reservations with blocks still to come, by the node they follow and their first symbol."""
         self.quarantines: set[Quarantine] = set()
@@ -60,7 +61,7 @@ class Cache:
         """Return a new session."""
         self._session_number += 1
         session = Session(self._session_number, len(self.tiers))
-        self.sessions.add(session)
+        self.sessions[session] = None
         return session
 
     def end_session(self, session: Session) -> None:
@@ -69,7 +70,7 @@ class Cache:
             self.close(reservation)
         for lease in list(session.leases):
             self.release(lease)
-        self.sessions.discard(session)
+        self.sessions.pop(session, None)
 
     # --- readers ----------------------------------------------------------------------------------------------------------
 
@@ -120,7 +121,7 @@ class Cache:
             return
         lease.released = True
         self.residency.release(lease.node)
-        lease.session.leases.discard(lease)
+        lease.session.leases.pop(lease, None)
         for position, blocks in enumerate(lease.charge):
             lease.session.leased[position] -= blocks
 
@@ -137,8 +138,8 @@ class Cache:
         for owner, sign in ((lease.session, -1), (session, 1)):
             for position, blocks in enumerate(lease.charge):
                 owner.leased[position] += sign * blocks
-        lease.session.leases.discard(lease)
-        session.leases.add(lease)
+        lease.session.leases.pop(lease, None)
+        session.leases[lease] = None
         lease.session = session
 
     def tiers_of(self, lease: Lease) -> dict[int, int]:
@@ -188,7 +189,7 @@ class Cache:
             lease.edition = after.edition
         rest = key[at : len(key) - len(key) % stride]
         reservation = Reservation(lease=lease, key=rest, blocks=self.residency.table.allocate(0), places=[], present=at // stride)
-        session.reservations.add(reservation)
+        session.reservations[reservation] = None
         if not rest:
             return reservation
         if not node.alive or lease.stale:
@@ -267,7 +268,7 @@ class Cache:
         unused = reservation.blocks[reservation.committed :]
         if len(unused):
             self.residency.table.free(unused)
-        reservation.lease.session.reservations.discard(reservation)
+        reservation.lease.session.reservations.pop(reservation, None)
         self.release(reservation.lease)
         for call in reservation.on_close:
             call()
@@ -348,7 +349,7 @@ class Cache:
             edition=space.edition,
         )
         self.residency.hold(ancestry(node))
-        session.leases.add(lease)
+        session.leases[lease] = None
         self._recharge(lease)
         return lease
 

@@ -14,7 +14,8 @@ from tiercache.tree import Node
 class Session:
     """Who holds leases and reservations; when it ends, they end.
 
-    `leased[position]` is how many blocks of a tier its leases claim, a block once for each lease.
+    `leased[position]` is how many blocks of a tier its leases claim, a block once for each lease. Its claims stand in the order in
+    which they were taken, and end in it: the order of use that they leave says which prompts were wanted last.
     """
 
     __slots__ = ("leased", "leases", "number", "reservations")
@@ -22,8 +23,8 @@ class Session:
     def __init__(self, number: int, tiers: int) -> None:
         self.number = number
         self.leased = [0] * tiers
-        self.leases: set[Lease] = set()
-        self.reservations: set[Reservation] = set()
+        self.leases: dict[Lease, None] = {}
+        self.reservations: dict[Reservation, None] = {}
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -81,6 +81,9 @@ class Report:
     `rotten` says that the source of the first block that did not arrive is worth nothing: its bytes failed their check, or can't be
     read though others can; otherwise the source is as good as before. `unread` says that nothing at all can be read where it
     lies. `keys` and `charges` are what a keyed, compressing store computed for the blocks that arrived.
+
+    The error loses its traceback here, and so do those that it came from: their frames hold the memory of the blocks, which
+    would then outlive the cache, until a collection.
     """
 
     arrived: int
@@ -89,3 +92,9 @@ class Report:
     unread: bool = False
     keys: list[bytes] = field(default_factory=list)
     charges: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        error: BaseException | None = self.error
+        while error is not None and error.__traceback__ is not None:
+            error.__traceback__ = None
+            error = error.__cause__ or error.__context__

@@ -60,6 +60,8 @@ class Portal:
         finally:
             with self._lock:
                 self._waiting.discard(future)
+            # Its error's traceback holds this frame: a cycle that would keep what the callers' frames hold until a collection.
+            del future
 
     def stop(self) -> None:
         """End the thread and wait for it."""
@@ -71,16 +73,16 @@ class Portal:
             self._thread.join()
 
     def _wait(self, future: concurrent.futures.Future[R], work: Coroutine[Any, Any, R]) -> R:
-        while True:
-            done, _ = concurrent.futures.wait([future], timeout=_LOOK)
-            if done:
-                try:
-                    return future.result()
-                except concurrent.futures.CancelledError as error:
-                    raise Closed("the client was closed meanwhile") from error
+        while not concurrent.futures.wait([future], timeout=_LOOK).done:
             if not self._thread.is_alive():
                 work.close()
                 raise Closed("the client's thread has died")
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise Closed("the client was closed meanwhile") from error
+        finally:
+            del future  # as above
 
     def _serve(self) -> None:
         loop = asyncio.new_event_loop()

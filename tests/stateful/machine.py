@@ -11,12 +11,12 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from tests.stateful.steps import ASKS, MOST, PICKS, PLACES, PROMPTS, Ask, Held, Steps
+from tests.stateful.steps import ASKS, MOST, PICKS, PLACES, PROMPTS, TAKING, Ask, Held, Steps
 from tests.stateful.world import block_bytes
 from tiercache.errors import LeaseReleased
 from tiercache.types import Tier
 
-HOW = st.sampled_from(["gather", "gather", "out", "layer", "view", "ready"])
+HOW = st.sampled_from(["gather", "gather", "out", "layer", "view", "ready", "within"])
 
 
 class FaceMachine(Steps):
@@ -166,12 +166,15 @@ class FaceMachine(Steps):
         chapter.acked |= acked
         self.note("flush", done)
 
-    @rule(which=PLACES, ask=ASKS, everything=st.sampled_from([False, False, False, True]))
-    def take_away(self, which: int, ask: Ask, everything: bool) -> None:
-        if everything:
-            self.clear(which)
-        else:
-            self.delete(which, self.prompt(which % 2, ask))
+    @rule(which=PLACES, ask=ASKS, how=st.sampled_from(["delete"] * 5 + ["clear", "invalidate", "all"]))
+    def take_away(self, which: int, ask: Ask, how: str) -> None:
+        match how:
+            case "delete":
+                self.delete(which, self.prompt(which % 2, ask))
+            case "clear":
+                self.clear(which)
+            case _:
+                self.invalidate([0, 1] if how == "all" else [which % 2])
 
     @rule(position=st.integers(0, 2), want=st.integers(1, 8), drop=st.booleans())
     def squeeze(self, position: int, want: int, drop: bool) -> None:
@@ -196,14 +199,14 @@ class FaceMachine(Steps):
     @rule(
         which=PLACES,
         ask=ASKS,
-        what=st.sampled_from(["insert", "flush", "prefetch", "delete", "match", "reserve"]),
+        what=st.sampled_from(["insert", "flush", "prefetch", "delete", "match", "reserve", "invalidate"]),
         turns=st.integers(0, 12),
     )
     def cancel(self, which: int, ask: Ask, what: str, turns: int) -> None:
         """Begin a call, let a few turns pass, and cancel it."""
         work = self.call(which, self.prompt(which % 2, ask), what)
         task = self.world.loop.create_task(work)
-        self.world.loop.turn(max(turns, what == "delete"))  # one that has not begun takes nothing away
+        self.world.loop.turn(max(turns, what in TAKING))  # one that has not begun takes nothing away
         task.cancel()
         with suppress(asyncio.CancelledError):
             self.world.loop.finish(task)

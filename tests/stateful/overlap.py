@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import Any, ClassVar, NamedTuple
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from tests.stateful.machine import FaceMachine
-from tests.stateful.steps import ASKS, PICKS, PLACES, Ask
+from tests.stateful.steps import ASKS, PICKS, PLACES, TAKING, Ask
 from tiercache.errors import Closed, LeaseReleased
 
-CALLS = st.sampled_from(["insert", "insert", "flush", "prefetch", "delete", "match", "reserve"])
+CALLS = st.sampled_from(["insert", "insert", "flush", "prefetch", "delete", "match", "hasty", "reserve", "invalidate"])
 
 
 class Job(NamedTuple):
@@ -23,7 +24,7 @@ class Job(NamedTuple):
     prompt: list[int]
     task: asyncio.Task[Any]
     gone: set[bytes]
-    """What a delete took away."""
+    """What a delete, or the like, took away."""
 
 
 class OverlapMachine(FaceMachine):
@@ -41,10 +42,10 @@ class OverlapMachine(FaceMachine):
     def start(self, which: int, ask: Ask, what: str, turns: int) -> None:
         place = which % 2
         chunks = self.prompt(place, ask)
-        gone, _ = self.book(place).doomed(self.world.key(chunks))
+        gone = set(self.book(place).keys) if what == "invalidate" else self.book(place).doomed(self.world.key(chunks))[0]
         work = self.call(which, chunks, what)
         self.jobs.append(Job(what, place, chunks, self.world.loop.create_task(work, name=f"job-{what}"), gone))
-        self.world.loop.turn(max(turns, what == "delete"))
+        self.world.loop.turn(max(turns, what in TAKING))
 
     @precondition(lambda self: self.jobs)
     @rule(pick=PICKS)
@@ -87,6 +88,21 @@ class OverlapMachine(FaceMachine):
         self.world.loop.turn()
         self.note("fail", kind)
 
+    @precondition(lambda self: self.world.shape.ssd)
+    @rule(key=st.one_of(st.none(), st.integers(0, 15)), times=st.sampled_from([1, 2, 6, 1 << 30]))
+    def fail_reads(self, key: int | None, times: int) -> None:
+        """Let reads of the disk fail, of one of its values or of any."""
+        self.world.disk.fail("read", OSError(errno.EIO, "the test lets this read fail"), key=key, times=times)
+        self.world.unread = self.failed = True
+        self.note("fail reads", key, times)
+
+    @precondition(lambda self: self.world.unread)
+    @rule()
+    def heal(self) -> None:
+        """Let the disk read again."""
+        self.world.disk.release()
+        self.note("heal")
+
     def end_maybes(self) -> None:
         """Look at the results of the calls that have ended."""
         for job in [job for job in self.jobs if job.task.done()]:
@@ -105,7 +121,7 @@ class OverlapMachine(FaceMachine):
             self.check_stored(done, len(job.prompt) // self.size)
         else:
             assert 0 <= done <= len(job.prompt)
-        if job.what == "delete":
+        if job.what in TAKING:
             chapter.ghosts -= job.gone - chapter.maybe
         if job.what == "flush":
             acked = (chapter.book.prefixes(key, upto=done // self.size) & chapter.book.keys) - chapter.maybe

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from tests.stateful.book import Book
-from tests.stateful.world import SHAPES, Shape, World, changes
+from tests.stateful.world import SHAPES, SPACES, Shape, World, changes
 from tiercache.errors import LeaseReleased
 from tiercache.keys import unpack_tokens
 from tiercache.service import tensors
-from tiercache.service.face import Stored
+from tiercache.service.face import Extent, Stored
 from tiercache.service.hit import Hit
 from tiercache.service.room import Room
 from tiercache.types import Tier
@@ -48,6 +48,8 @@ class Ask(NamedTuple):
 ASKS = st.builds(Ask, PROMPTS, st.sampled_from([[], [], [2]]), st.one_of(PICKS, PICKS, st.none()), st.booleans())
 PLACES = st.integers(0, 2)
 """Which of the three handles; the first and the last are of one namespace."""
+TAKING = ("delete", "invalidate")
+"""Calls that take away at once, at their first step."""
 MOST = 12
 """Tokens of the longest prompt: as many as fit the memory of every shape."""
 
@@ -143,7 +145,8 @@ class Steps(RuleBasedStateMachine):
         if self.quiet(0):
             claims = len({id(held.hit.lease) for held in self.hits}) + len(self.rooms) + sum(kv._desk.pins for kv in world.kvs)
             sessions = {kv._desk.session for kv in world.kvs}
-            assert sum(len(session.leases) for session in sessions) == claims, "a lease outlives its claim"
+            found = sum(len(session.leases) for session in sessions)
+            assert claims <= found <= claims + self.world.promotions(), "a lease outlives its claim"
 
     # --- calls ------------------------------------------------------------------------------------------------------------
 
@@ -206,10 +209,11 @@ class Steps(RuleBasedStateMachine):
         """Read a hit in one of the ways that there are, and compare what it gives with the oracle."""
         world, hit, count = self.world, held.hit, held.readable
         match how:
-            case "ready":
-                count = self.run(hit.ready())
-                if len(self.hits) == 1 and not (self.rooms or self.pins or self.failed) and world.shape.ample:
-                    assert count >= min(hit.tokens, held.sound), "not all is readable though there is room"
+            case "ready" | "within":
+                promised, alone = hit.tokens, len(self.hits) == 1 and self.quiet(held.place) and not world.promotions()
+                count = self.run(hit.ready(within="best-effort" if how == "within" else None))
+                if how == "ready" and alone and not (self.rooms or self.pins or self.failed) and world.shape.ample:
+                    assert count >= min(promised, held.sound), "not all is readable though there is room"
             case "gather" | "out":
                 out = tensors.empty(world.spec, len(held.prompt) + 1) if how == "out" else None
                 found = self.run(hit.gather(out))
@@ -255,6 +259,26 @@ class Steps(RuleBasedStateMachine):
             chapter.ghosts.clear()
         self.note("clear", done)
 
+    def invalidate(self, places: list[int]) -> None:
+        """Clear namespaces by what their names say."""
+        chapters = [self.world.chapters[place] for place in places]
+        exact = all(map(self.quiet, places))
+        counts = {chapter.digest: len(chapter.book.keys) for chapter in chapters if chapter.book.keys}
+        done = self.run(self.invalidated(places))
+        if exact and all(map(self.quiet, places)):
+            assert {extent.digest: extent.blocks for extent in done} == counts
+            assert not any(map(self.world.keys, places)), "what was invalidated is still found"
+            for chapter in chapters:
+                chapter.ghosts.clear()
+        self.note("invalidate", places, [extent.blocks for extent in done])
+
+    def invalidated(self, places: list[int]) -> Coroutine[Any, Any, list[Extent]]:
+        for place in places:
+            self.forget(place, set(self.book(place).keys))
+        if len(places) == len(SPACES):
+            return self.world.cache.invalidate(model=SPACES[0].model)
+        return self.world.cache.invalidate(salt=SPACES[places[0]].salt)
+
     def reopen(self, kill: bool, settle: bool) -> None:
         """Close and open, or kill and open; with `settle` when all that moved has come to its end."""
         if settle:
@@ -290,8 +314,12 @@ class Steps(RuleBasedStateMachine):
                 doomed, _ = self.book(place).doomed(key)
                 self.forget(place, doomed, key)
                 return kv.delete(prompt)
+            case "invalidate":
+                return self.going(place)
             case "match":
                 return self.look(which, prompt)
+            case "hasty":
+                return self.look(which, prompt, prefetch="best-effort")
             case "reserve":
                 return self.visit(which, prompt)
             case "flush":
@@ -299,8 +327,17 @@ class Steps(RuleBasedStateMachine):
             case _:
                 return kv.prefetch(prompt)
 
-    async def look(self, which: int, prompt: list[int]) -> int:
-        async with self.world.kvs[which].match(prompt) as hit:
+    def going(self, place: int) -> Coroutine[Any, Any, int]:
+        work = self.invalidated([place])
+
+        async def going() -> int:
+            await work
+            return 0
+
+        return going()
+
+    async def look(self, which: int, prompt: list[int], *, prefetch: str | None = None) -> int:
+        async with self.world.kvs[which].match(prompt, prefetch=prefetch) as hit:
             found = await hit.gather()
             assert found.shape[2] <= hit.tokens
             self.world.same(which % 2, prompt, found)

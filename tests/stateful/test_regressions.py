@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 from collections.abc import Iterator
 
 import pytest
 
+from tests.leaks import Held
 from tests.stateful.world import SHAPES, World
 from tiercache.errors import InvalidStart
 from tiercache.leases import Refusal
@@ -145,3 +148,88 @@ def test_a_hit_of_one_tenant_is_nothing_to_write_after_for_another(world: World)
         world.kvs[0].reserve([1, 1, 1, 2], after=hit)
 
     run(hit.release())
+
+
+def test_what_a_session_held_when_it_ends_was_used_in_the_order_in_which_it_was_taken(world: World) -> None:
+    """The claims of a session that ends are released in their order, so that the last prompt that was wanted goes last."""
+    kv, run = world.kvs[0], world.loop.run
+    prompts = [[one, two] for one in (1, 2) for two in (1, 2)]
+    for prompt in prompts:
+        run(kv.insert(prompt, world.tensor(0, prompt)))
+    asked = [world.random.choice(prompts) for _ in range(40)] + prompts[::-1]
+    for prompt in asked:
+        run(kv.match(prompt).__aenter__())
+    session = kv._desk.session
+    nodes = {node.key: node for node in (lease.node for lease in session.leases)}
+
+    world.stack.cache.end_session(session)
+    used = sorted(nodes, key=lambda key: nodes[key].used)
+
+    assert used == [world.key(prompt) for prompt in prompts[::-1]]
+
+
+def test_who_waits_for_a_move_is_woken_in_the_order_of_coming(world: World) -> None:
+    """The first that waited for room is the first that may take it, whatever addresses the waiters have."""
+    kv, run, loop = world.kvs[0], world.loop.run, world.loop
+    run(kv.insert([1, 1], world.tensor(0, [1, 1])))
+    woken: list[int] = []
+
+    async def wait(number: int) -> None:
+        await world.stack.mover.change()
+        woken.append(number)
+
+    waiting = [loop.create_task(wait(number)) for number in range(40)]
+    loop.turn()
+    run(kv.flush([1, 1]))
+    loop.turn(2)
+
+    assert woken == list(range(40)) and all(task.done() for task in waiting)
+
+
+def test_a_promotion_that_nobody_waits_for_holds_one_lease_until_it_ends(world: World) -> None:
+    """What is brought up for whoever comes next is held by the promotion alone, and by nobody once that is over."""
+    kv, run = world.kvs[0], world.loop.run
+    prompt = [1, 1, 1, 2, 2, 1]
+    run(kv.insert(prompt, world.tensor(0, prompt)))
+    run(kv.flush(prompt))
+    world.chapters[0].maybe = world.chapters[0].book.prefixes(world.key(prompt))
+    world.reconcile()
+    world.reopen(kill=False)
+    kv, session = world.kvs[0], world.kvs[0]._desk.session
+
+    hit = run(kv.match(prompt, prefetch="best-effort").__aenter__())
+    ready = run(hit.ready())
+    run(hit.release())
+    going, held = world.promotions(), len(session.leases)
+    run(world.cache.settle())
+
+    assert ready < len(prompt) and (going, held) == (1, 1)
+    assert world.promotions() == 0 and not session.leases
+    run(world.cache.check())
+
+
+def test_a_read_that_failed_keeps_no_memory_of_the_cache_when_that_is_closed() -> None:
+    """What a failed read was to copy into is let go with the cache, not when garbage is next collected."""
+    before = Held.now()
+    world = World(SHAPES[0], 0, held=False)
+    kv, run = world.kvs[0], world.loop.run
+    prompt = [1, 1, 1, 2, 2, 1]
+    run(kv.insert(prompt, world.tensor(0, prompt)))
+    run(kv.flush(prompt))
+    world.chapters[0].maybe = world.chapters[0].book.prefixes(world.key(prompt))
+    world.reconcile()
+    world.reopen(kill=False)
+    gc.collect()
+    gc.disable()
+    try:
+        world.disk.fail("read", OSError(errno.EIO, "the test lets this read fail"))
+        hit = run(world.kvs[0].match(prompt).__aenter__())
+        ready = run(hit.ready())
+        run(hit.release())
+        world.end()
+        leaks = Held.now().since(before)
+    finally:
+        gc.enable()
+
+    assert ready == 0
+    assert not [line for line in leaks if "memfd" in line]

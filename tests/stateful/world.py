@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.oracle import oracle_block, oracle_kv
+from tests.seams import Disk
 from tests.stateful.book import Book, blocks_of
 from tests.stateful.loop import HeldCopier, LoopClock, TurnWorkers, VirtualLoop
 from tiercache.changes import Change, Reason
@@ -139,6 +140,9 @@ class World:
         self._runs = 0
         self.directory = Path(self._root.name) / "0"
         self._held = held
+        self.disk = Disk()
+        self.unread = False
+        """Whether reads of the disk failed since the opening: what can't be read is given up."""
         self.copier: HeldCopier | None = None
         self.chapters = [Chapter(space.digest(self.spec), Book(4 * self.spec.block_size)) for space in SPACES]
         self.forgotten: Counter[bytes] = Counter()
@@ -156,13 +160,16 @@ class World:
     def open(self) -> None:
         """Open the cache on the present directory, and both namespaces of it, the first one twice."""
         # Time here goes on by itself: a copy that is held is no disk that hangs, and a delete is to see its end.
-        seams = Seams(clock=LoopClock(self.loop), workers=self._workers, copier=self._hold, forgetting=1e9)
+        seams = Seams(
+            clock=LoopClock(self.loop), workers=self._workers, copier=self._hold, values=self.disk.values(), forgetting=1e9
+        )
         self.cache = TierCache(self.shape.config(self.directory), seams=seams)
         self.loop.run(self.cache.__aenter__())
         self.kvs: list[LocalKV] = [self.loop.run(self.cache.open(SPACES[which], self.spec)) for which in (0, 1, 0)]
         self.stack.cache.residency.listeners.append(self._changed)
         self.rotten.clear()
         self.spoilt.clear()
+        self.unread = False
         self.reasons.clear()
 
     def close(self) -> None:
@@ -171,6 +178,7 @@ class World:
             while self.copier.held:
                 self.copier.release(0)
         self.loop.run(self.cache.close(), limit=200_000)
+        self.disk.release()
         self.kvs.clear()
 
     def reopen(self, *, kill: bool) -> None:
@@ -293,11 +301,15 @@ class World:
         """Whether no cancelled insert still writes."""
         return not any(task.get_name().startswith("tiercache-finish") for task in asyncio.all_tasks(self.loop))
 
+    def promotions(self) -> int:
+        """Return how many promotions go on: each may hold a lease of its own for blocks that its reader no longer waits for."""
+        return sum(task.get_name() == "tiercache-promote" for task in asyncio.all_tasks(self.loop))
+
     # --- what must be true ------------------------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
         """Compare the trees with the books, and let the model forget what the cache said it forgot."""
-        if not self.spoilt:
+        if not (self.spoilt or self.unread):
             assert not self.reasons[Reason.UNTRUSTED], "a block was distrusted that nobody touched"
         for place, chapter in enumerate(self.chapters):
             found, book = self.keys(place), chapter.book

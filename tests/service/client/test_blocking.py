@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -18,6 +22,10 @@ from tiercache.service.client.client import BackOff
 
 SIZE = LARGE.block_size
 AT_ONCE = BackOff(first=0.01, most=0.05)
+
+
+class Local(set[int]):
+    """Something that can be referred to weakly."""
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +83,32 @@ def test_blocks_are_written_in_place(client: BlockingClient, seed: int) -> None:
     with pytest.raises(InvalidTokens):
         kv.match([-1])
     assert client.check()["leases"] == 0
+
+
+def test_an_error_that_was_caught_keeps_nothing_of_who_caught_it(client: BlockingClient, seed: int) -> None:
+    """What a caller's frame held, a block in place perhaps, goes with the frame and waits for no collection."""
+    kv = client.open(SPACE, LARGE)
+
+    def ask() -> weakref.ref[set[int]]:
+        local = Local()
+        with kv.match(prompt(seed, 1)) as hit:
+            hit.release()
+            with suppress(LeaseReleased):
+                hit.gather()
+        return weakref.ref(local)
+
+    gc.collect()
+    gc.disable()
+    try:
+        kept = ask()
+        deadline = time.monotonic() + 20.0
+        while kept() is not None and time.monotonic() < deadline:  # the client's thread may still be in the call that failed
+            time.sleep(0.01)
+        gone = kept() is None
+    finally:
+        gc.enable()
+
+    assert gone
 
 
 def test_after_its_end_it_says_closed(daemon: Process, seed: int) -> None:
