@@ -85,6 +85,7 @@ class Tenancy:
             present=reservation.present,
             pending=reservation.pending,
             places=wire.pack_places(positions, slots, generations, np.zeros(len(slots), np.uint64)),
+            refusal=reservation.refusal,
         )
 
     @property
