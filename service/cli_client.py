@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json as json_module
 import os
 import signal
@@ -233,7 +234,21 @@ def _ended_by_keys(told: asyncio.Event) -> Iterator[None]:
             termios.tcsetattr(keys, termios.TCSADRAIN, kept)
 
 
+def _understood(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command`, for which an answer without what it shows is one line and status 2."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            # Another program's answer, or that of a daemon of another version: there is no telling what it lacks.
+            give_up(f"the answer at the socket is none of this version's daemon: {type(error).__name__}: {error}")
+
+    return guarded
+
+
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
     for command in (stats, tree, top, check, clear):
-        app.command()(command)
+        app.command()(_understood(command))

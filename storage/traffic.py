@@ -266,7 +266,7 @@ class Traffic:
             lease = promotion.lease
             if lease.ended():
                 return
-            transfer = moves.plan_promote(lease.node, to, most=allowed, layerwise=not cache.residency.durable[source])
+            transfer = moves.plan_promote(lease.node, to, most=allowed, source=source)
             if transfer is None:
                 return
             [flight] = self._mover.start([transfer])

@@ -207,7 +207,7 @@ def _check(config: Config) -> None:
     for tier in config.tiers:
         _check_size(f"tiers: capacity of {tier.tier}", "capacity", tier.capacity)
     _check_size("batch_bytes", "batch_bytes", config.batch_bytes)
-    if config.directory is not None and "\0" in config.directory:
+    if config.directory is not None and ("\0" in config.directory or not config.directory):
         raise InvalidConfig(f"directory: {config.directory!r} is no path", field="directory", value=config.directory)
     if config.device != "cpu":
         raise InvalidConfig(

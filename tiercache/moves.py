@@ -268,11 +268,12 @@ class Moves:
         found.reverse()
         return list(_until(found, lambda node: not node.alive or bool(node.arriving >> position & 1)))
 
-    def plan_promote(self, end: Node, position: int, *, most: int, layerwise: bool = False) -> Transfer | None:
+    def plan_promote(self, end: Node, position: int, *, most: int, source: int | None = None) -> Transfer | None:
         """Plan to bring the part of the path to `end` that lies just below the tier up to it, as far as slots are free.
 
-        All blocks of the transfer come from one tier, the one that holds the first of them. Returns None when there is
-        nothing to bring, no slot, or the part above is not there yet.
+        All blocks of the transfer come from one tier, the one that holds the first of them; between memories they go layer by
+        layer. Returns None when there is nothing to bring, no slot, the part above is not there yet, or the first of them is
+        not in the tier at `source`, if that is given: whoever waited for room finds them elsewhere.
         """
         residency = self.residency
         nodes = self.slower(end, position)
@@ -282,13 +283,15 @@ class Moves:
         above = first.parent
         if above is not None and above.parent is not None and (above.tag is None or above.tag > position):
             return None
-        source = first.tag
-        nodes = list(_until(nodes, lambda node: node.tag != source))
+        origin = first.tag
+        if origin is None or (source is not None and origin != source):
+            return None
+        nodes = list(_until(nodes, lambda node: node.tag != origin))
         count = min(most, residency.slots[position].free, sum(len(node.blocks) for node in nodes))
         chosen = self._leading(nodes, count)
         if not chosen:
             return None
-        return self.inflight.begin(chosen, position, Reason.PROMOTE, layerwise=layerwise)
+        return self.inflight.begin(chosen, position, Reason.PROMOTE, layerwise=not residency.durable[origin])
 
     def plan_persist(self, end: Node, position: int) -> Transfer | None:
         """Plan to copy what the durable tier lacks of the path to `end`, root first, as far as slots are free."""

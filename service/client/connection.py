@@ -159,11 +159,13 @@ class Connection:
 
     async def memory_of(self, arenas: list[wire.ArenaAt]) -> Memory:
         """Return the daemon's memory, with all descriptors that `arenas` need. Raises OSError or TimeoutError."""
-        assert self._memory is not None, "`connect` gives no connection without it"
-        if not all(self._memory.has(at) for at in arenas):
+        memory = self._memory
+        if memory is None:  # the reply that named the arenas had come, and then the session ended
+            raise ConnectionError(self.reason)
+        if not all(memory.has(at) for at in arenas):
             async with asyncio.timeout(self.deadline):
-                self._counts.sent += await self._memory.fetch(self.welcome.token)
-        return self._memory
+                self._counts.sent += await memory.fetch(self.welcome.token)
+        return memory
 
     # --- requests ---------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from tiercache.keys import TOKEN_BYTES
 from tiercache.service.wire import Prompt
 
 _WORTH = 256
@@ -57,7 +58,7 @@ class Prompts:
 
 
 def _common(left: bytes, right: bytes) -> int:
-    """Return how many leading bytes both share."""
+    """Return how many leading bytes of whole tokens both share."""
     if len(left) > len(right):
         left, right = right, left
     if right.startswith(left):
@@ -71,4 +72,4 @@ def _common(left: bytes, right: bytes) -> int:
             low = middle
         else:
             high = middle
-    return low
+    return low - low % TOKEN_BYTES  # two ids that differ may begin with the same bytes

@@ -232,7 +232,8 @@ class RemoteKV:
                 arenas = [Arena(memory, at, self._spec.geometry) for at in opened.arenas]
                 tiers = [Tier[name] for name in opened.tiers]
             except (OSError, ValueError, KeyError, TimeoutError) as error:
-                return self._house.counts.missed("unmapped", f"the daemon's memory can't be mapped: {error}")
+                reason = "away" if connection.ended.is_set() else "unmapped"
+                return self._house.counts.missed(reason, f"the daemon's memory can't be mapped: {error}")
             self._handle = Handle(connection, opened.kv, self._spec, tiers, arenas)
             return self._handle
 

@@ -45,6 +45,7 @@ def test_what_is_right_is_taken() -> None:
         ("device", 0),
         ("directory", 5),
         ("directory", "a\0b"),
+        ("directory", ""),
         ("directory", Path("kv")),
         ("drain_seconds", "30"),
         ("drain_seconds", True),

@@ -172,6 +172,21 @@ def test_no_daemon_is_one_line_and_status_2(words: list[str], nowhere: str) -> N
     assert done.stderr == f"tiercache: no daemon at {nowhere}: No such file or directory\n"
 
 
+@pytest.mark.parametrize("words", [["stats"], ["tree"], ["top", "--once"], ["check"], ["clear"], ["clear", "--yes"]])
+def test_an_answer_of_something_else_is_one_line_and_status_2(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program's JSON, or a daemon's of another version: no traceback."""
+
+    async def ask(asker: cli_client.Asker, target: str, **options: Any) -> Any:
+        return {"hello": [1], "trees": 3, "faults": 7, "namespaces": 5}
+
+    monkeypatch.setattr(cli_client.Asker, "ask", ask)
+
+    result = tiercache(*words, "--socket", "/nowhere")
+
+    assert result.exit_code == 2 and result.stderr.startswith("tiercache: the answer at the socket is none")
+    assert result.stderr.count("\n") == 1
+
+
 def test_a_socket_that_cannot_be_is_one_line() -> None:
     """A path longer than an address holds is refused before anything is asked."""
     done = tiercache("stats", "--socket", "/" + "x" * 200)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from tests.seams import Rig
 from tests.service.caches import (
     LARGE,
     SIZE,
     SPEC,
+    is_exact,
+    lower,
     opened_kv,
     placed,
     prompt,
     read,
     sink,
     small,
+    stack_of,
     store,
 )
 from tiercache.types import Tier
@@ -42,6 +47,45 @@ async def test_pieces_of_one_copy_may_arrive_in_any_order(tmp_path: Path, seed: 
         assert await fetching == 6 * SIZE
         hold.release()
         await cache.settle()
+        await cache.check()
+
+
+async def test_a_promotion_that_waited_for_room_finds_its_blocks_elsewhere(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was to bring from DRAM came up meanwhile, and what follows is on its way from SSD: no transfer breaks."""
+    rig, tokens = Rig(), prompt(seed, 4)
+    async with opened_kv(small(hbm=8, dram=16, directory=tmp_path / "ssd"), rig) as (cache, kv):
+        await store(kv, tokens)
+        await sink(cache)
+        await kv.prefetch(tokens[: 2 * SIZE])
+        await lower(cache, Tier.HBM)
+        assert placed(kv, tokens) == {Tier.DRAM: 2, Tier.SSD: 2}
+        stack = stack_of(cache)
+        plain, waiting, go = stack.traffic._room, asyncio.Event(), asyncio.Event()
+
+        async def room(position: int, want: int, deadline: float) -> None:
+            await plain(position, want, deadline)
+            if position == 0 and not waiting.is_set():
+                waiting.set()
+                await go.wait()
+
+        monkeypatch.setattr(stack.traffic, "_room", room)
+        hold = rig.copies.hold("blocks", to=1)
+        async with kv.match(tokens) as hit:
+            await waiting.wait()
+            await hold.reached()
+            another = stack.cache.moves.plan_promote(hit.lease.node, 0, most=8)
+            assert another is not None and another.count == 2
+            [flight] = stack.mover.start([another])
+            await flight.wait()
+            go.set()
+            await asyncio.sleep(0)
+            hold.release()
+
+            assert await hit.ready() == 4 * SIZE and is_exact(await hit.gather(), tokens)
+        await cache.settle()
+        assert not stack.cache.stats.failures and placed(kv, tokens) == {Tier.HBM: 4}
         await cache.check()
 
 

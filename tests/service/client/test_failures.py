@@ -34,6 +34,7 @@ from tiercache.errors import (
 from tiercache.leases import Refusal
 from tiercache.service import wire
 from tiercache.service.client.client import BackOff, Client, connect
+from tiercache.service.client.connection import Connection
 from tiercache.service.client.remote_kv import RemoteKV
 from tiercache.service.face import Stored
 from tiercache.spec import Namespace
@@ -421,6 +422,28 @@ async def test_a_start_that_is_not_cached(fake: FakeDaemon) -> None:
         outcome = await kv.insert(TOKENS, part, start=2 * SIZE)
         assert outcome == (0, 0, 2 * SIZE) and outcome.refused_because is Refusal.DROPPED
         assert client.stats().misses["lost"] == 1
+
+
+async def test_a_session_that_ends_with_the_reply_to_an_open(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reply has come, and before its reader runs the session is over: a miss, and the next session opens anew."""
+    plain = Connection._take
+    ends = ["the daemon is gone"]
+
+    def take(connection: Connection, message: bytes) -> None:
+        plain(connection, message)
+        if ends and isinstance(wire.answers.decode(message), wire.Opened):
+            connection.end(ends.pop())
+
+    monkeypatch.setattr(Connection, "_take", take)
+    fake.answers[wire.Flush] = lambda asked: wire.Count(id=asked.id, count=4)
+    async with connect(fake.address, back_off=AT_ONCE) as client:
+        kv = await client.open(SPACE, SPEC)
+        missed = dict(client.stats().misses)
+        await until(lambda: client.boot is None)
+        await client.connected()
+
+        assert ends == [] and missed == {"away": 1}
+        assert await kv.flush(TOKENS) == 4 * SIZE
 
 
 async def test_a_lease_that_was_lost(fake: FakeDaemon) -> None:

@@ -66,3 +66,18 @@ def test_what_was_forgotten_goes_whole() -> None:
 
     assert (second.base, second.keep, len(second.tail)) == (None, 0, 4000)
     assert second.number != first.number
+
+
+def test_ids_that_begin_with_the_same_bytes_are_not_shared_in_part() -> None:
+    """What is kept of a base are whole token ids: a daemon refuses parts of one."""
+    known = tokens(1, 1000)
+    for place in (64, 100, 999):
+        for same in range(4):
+            prompts = Prompts(8, 1 << 20)
+            prompts.say(known)
+            other = bytearray(known + tokens(2, 3))
+            other[4 * place + same] ^= 1  # the first `same` bytes of the id are those of the base's
+
+            said = prompts.say(bytes(other))
+
+            assert (said.keep, said.tail) == (4 * place, bytes(other[4 * place :]))
