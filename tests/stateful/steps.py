@@ -212,6 +212,7 @@ class Steps(RuleBasedStateMachine):
             case "ready" | "within":
                 promised, alone = hit.tokens, len(self.hits) == 1 and self.quiet(held.place) and not world.promotions()
                 count = self.run(hit.ready(within="best-effort" if how == "within" else None))
+                assert count >= min(hit.tokens, held.sound), "a hit covers what it did not wait for"
                 if how == "ready" and alone and not (self.rooms or self.pins or self.failed) and world.shape.ample:
                     assert count >= min(promised, held.sound), "not all is readable though there is room"
             case "gather" | "out":
