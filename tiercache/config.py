@@ -279,9 +279,10 @@ def _check_daemon(config: Config) -> None:
             raise InvalidConfig(
                 f"limits.{name}: must lie between 0.1 and 86400, not {seconds}", field=f"limits.{name}", value=seconds
             )
-    if not 1 <= config.limits.most_connections <= 1 << 22:
+    least = config.limits.sessions + 1  # each session may have one for descriptors, and it has to come in
+    if not least <= config.limits.most_connections <= 1 << 22:
         raise InvalidConfig(
-            f"limits.connections: must lie between 1 and {1 << 22}, not {config.limits.connections}",
+            f"limits.connections: must lie between {least} (sessions and one) and {1 << 22}, not {config.limits.connections}",
             field="limits.connections",
             value=config.limits.connections,
         )

@@ -21,15 +21,20 @@ _LINGER = 1.0
 
 
 class Connections:
-    """At most `most` connections. Each socket counts its own, and asks before it takes another one."""
+    """At most `most` connections. Each socket counts its own, and asks before it takes another one.
 
-    def __init__(self, most: int) -> None:
+    `links` of them are kept for descriptors: a session that was let in is not to find its memory out of reach behind a crowd.
+    """
+
+    def __init__(self, most: int, links: int) -> None:
         self.most = most
+        self._links = links
         self.refused = 0
         """How many were too many, in all."""
         self.lingering: set[Refusing] = set()
         """Those that were refused and are not closed yet."""
         self._counts: list[Callable[[], int]] = []
+        self._count_links: Callable[[], int] = lambda: 0
         self._full = False
 
     @property
@@ -37,13 +42,16 @@ class Connections:
         """How many there are now."""
         return sum(count() for count in self._counts)
 
-    def add(self, count: Callable[[], int]) -> None:
+    def add(self, count: Callable[[], int], *, links: bool = False) -> None:
         """Let a socket's connections, as `count` says them, be among those that are bounded."""
         self._counts.append(count)
+        if links:
+            self._count_links = count
 
-    def has_room(self) -> bool:
-        """Return whether one more may stand; one that may not is counted as refused."""
-        full = self.standing >= self.most
+    def has_room(self, *, link: bool = False) -> bool:
+        """Return whether one more, or one `link` for descriptors, may stand; one that may not is counted as refused."""
+        kept = 0 if link else max(0, self._links - self._count_links())
+        full = self.standing >= self.most - kept
         if full and not self._full:
             log.warning("connections are refused: %d stand", self.most)
         self._full = full
@@ -53,7 +61,7 @@ class Connections:
     @property
     def refusal(self) -> str:
         """What one that is too many is told."""
-        return f"too many connections; the limit is {self.most} (limits.connections)"
+        return f"too many connections; the limit is {self.most} (limits.connections), {self._links} of them for descriptors"
 
 
 class Refusing(asyncio.Protocol):

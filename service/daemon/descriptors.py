@@ -33,7 +33,7 @@ class Descriptors:
         self._patience = patience
         self._links: dict[socket.socket, set[Watch]] = {}
         self._silent: dict[socket.socket, asyncio.TimerHandle] = {}
-        house.connections.add(lambda: len(self._links))
+        house.connections.add(lambda: len(self._links), links=True)
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class Descriptors:
         if not peer_of(link).may_enter():
             link.close()
             return
-        if not self._house.connections.has_room():
+        if not self._house.connections.has_room(link=True):
             with link, contextlib.suppress(OSError):
                 self._refuse(link, "LimitReached", self._house.connections.refusal)
             return

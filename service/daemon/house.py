@@ -53,7 +53,7 @@ class House:
         self.boot = secrets.token_bytes(16)
         self.counts = Counts()
         self.terms = Terms(clock)
-        self.connections = Connections(config.limits.most_connections)
+        self.connections = Connections(config.limits.most_connections, config.limits.sessions)
         self.draining = False
         self._numbers = itertools.count(1)
         self._sessions: dict[bytes, Session] = {}

@@ -181,6 +181,7 @@ async def test_m3_a_device_that_takes_no_more_work_half_way(tmp_path: Path, seed
         lease = house.lease(key)
         await house.promote(lease)
         await house.stack.traffic.settle()
+        house.device.fails_after = None
         house.cache.release(lease)
         house.stack.check()
         assert is_exact(house.found(key), key) and len(house.found(key)) == 4

@@ -205,7 +205,7 @@ async def test_r4_a_client_that_does_not_read_holds_no_snapshot(folder: Path, se
 
 async def test_r4_more_clients_than_there_is_room_for_are_told(seed: int) -> None:
     """Two hundred come at once where four may: the rest is refused by name, at little cost, and comes in when there is room."""
-    config = small(hbm=64, dram=64, ssd=None, limits=Limits(sessions=4, connections=170))
+    config = small(hbm=64, dram=64, ssd=None, limits=Limits(sessions=4, connections=190))
     with own_process(config) as daemon:
         path = Path(daemon.address.removeprefix("unix://"))
         async with connect(daemon.address, back_off=BackOff(first=0.01, most=0.05)) as client:

@@ -179,7 +179,9 @@ def test_q5_sixteen_threads_share_a_codec(seed: int) -> None:
     assert exact == [2000] * 16
 
 
-@pytest.mark.parametrize("step", ["read", "commit", "sync"])
+@pytest.mark.parametrize(
+    "step", ["read", pytest.param("commit", marks=pytest.mark.slow), pytest.param("sync", marks=pytest.mark.slow)]
+)
 async def test_q5_store_call_that_is_stuck(folder: Path, step: str, seed: int) -> None:
     """A call that never returns, in a daemon of its own: another namespace and health are answered, SIGTERM ends it with 0."""
     config = small(

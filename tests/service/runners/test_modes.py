@@ -153,6 +153,7 @@ async def assert_all_the_same(house: Opened, prompts: Sequence[Prompt], tier: Ti
     assert house.runner.faults == Counter()
 
 
+@pytest.mark.slow
 async def test_all_hits_in_hbm(real_model: Loaded, prompts: list[Prompt], tmp_path: Path) -> None:
     """HBM holds everything, and nothing moves."""
     async with opened(real_model, tmp_path, hbm=EVERYTHING, dram=EVERYTHING) as house:
