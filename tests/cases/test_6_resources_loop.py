@@ -91,7 +91,9 @@ async def put_while_held(
     await hold.reached()
     for _ in range(5):
         await ticker.more(100)
-        assert await get(daemon.path, "/health") == (200, {"status": "ok", "reasons": []})
+        status, told = await get(daemon.path, "/health")
+        # The clients make the oracle's bytes on this very loop, and the daemon says so where that takes it long.
+        assert status == 200 and {reason["code"] for reason in told["reasons"]} <= {"loop_lag"}
     await until(lambda: daemon.house.counts.requests["Flush"] == len(clients))
     for (_, kv), tokens in zip(clients, prompts, strict=True):
         assert await read(kv, tokens) == blocks * SIZE
