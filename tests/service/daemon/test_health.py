@@ -266,3 +266,12 @@ async def test_a_real_daemon_tells_what_it_set_aside_until_its_next_start(folder
         assert code == 0
         assert {reason["code"] for reason in found["reasons"]} == expected
     assert (folder / "kv" / "set-aside-1" / "metadata" / "data.mdb").read_bytes() == b"\xa5" * 65536
+
+
+async def test_a_loop_that_was_late_is_told(folder: Path) -> None:
+    """What the heartbeat finds is among the reasons."""
+    async with filled(folder, Rig()) as (daemon, _, _):
+        daemon._beat(61.0)
+        _, status, reasons = await told(daemon)
+
+        assert status == "degraded" and list(reasons) == ["loop_lag"]
