@@ -75,8 +75,9 @@ class LocalKV:
 
         `tensor` is `[layers, parts, len(tokens) - start, kv_heads, head_dim]`. `start` is a block boundary up to which the
         prompt is cached: hold the hit that says so. Waits for room as long as the configuration allows, then the least
-        valuable blocks go; what finds no room all the same is refused, and `refused_because` says why. Raises InvalidTokens,
-        InvalidTensor, InvalidStart.
+        valuable blocks go; what finds no room all the same is refused, as is everything when the prompt is not cached up to
+        `start` any more, because somebody deleted it; `refused_because` says why. Raises InvalidTokens, InvalidTensor, and
+        InvalidStart for a start that is no block boundary of the prompt.
         """
         spec, size = self.spec, self.spec.block_size
         packed = pack_tokens(tokens, limit=self._limit)
@@ -87,9 +88,6 @@ class LocalKV:
         tensor = tensors.require(tensor, spec, count - start, "tensor")
         position = self._desk.position(tier)
         key = self._key(tokens, packed)
-        cached = self._desk.covered(key) * size
-        if start > cached:
-            raise InvalidStart(f"start is {start}; only {cached} tokens of this prompt are cached", value=start, cached=cached)
         planes = tensors.planes_for_reading(tensor, spec)
         first = start // size
         return await self._store(key, position, first, planes)

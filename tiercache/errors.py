@@ -7,7 +7,7 @@
     │   ├── InvalidSpec         a KVSpec or Namespace field that cannot be
     │   │   ├── UnsupportedSpec     a kind of attention or a world size that this version does not store
     │   │   └── SpecMismatch        the namespace is open with another spec
-    │   ├── InvalidStart        a start that is not a block boundary or not cached
+    │   ├── InvalidStart        a start that is no block boundary of the prompt, a hit that is none of it
     │   ├── InvalidConfig       a configuration that cannot be: unknown key, impossible value
     │   └── InvalidFrame        a frame that is none of the session's protocol, or comes out of order
     ├── Refused                 the request is well formed, the house can't serve it
@@ -95,7 +95,7 @@ class SpecMismatch(InvalidSpec):
 
 
 class InvalidStart(InvalidInput):
-    """A start that is not a block boundary, or beyond what is cached."""
+    """A start that is no block boundary of the prompt, or a hit that is not how it begins."""
 
 
 class InvalidConfig(InvalidInput):

@@ -70,7 +70,7 @@ class Refusal(enum.StrEnum):
     NOT_ADMITTED = "not admitted"
     """The policy does not want them."""
     DROPPED = "dropped"
-    """What they follow, or they themselves, have left again before the call returned: deleted, or given up for room."""
+    """What they follow, or they themselves, have left again: deleted, given up for room, or lost with a daemon."""
     UNREACHED = "unreached"
     """There was no daemon that could be asked, or used; the client's `misses` say why."""
 

@@ -279,11 +279,6 @@ class Client:
         """How long hits wait, unless they say it themselves."""
         return self._policy
 
-    @property
-    def reconnected(self) -> bool:
-        """Whether this is not the client's first session any more."""
-        return self._counts.sessions > 1
-
     def require_open(self) -> None:
         """Raise Closed before the client's beginning, after its end, and in a forked process."""
         if self._house is None or self._closed:

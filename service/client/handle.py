@@ -71,11 +71,6 @@ class Sessions(Protocol):
         """How long hits wait, unless they say it themselves."""
         ...
 
-    @property
-    def reconnected(self) -> bool:
-        """Whether this is not the client's first session any more."""
-        ...
-
     def require_open(self) -> None:
         """Raise Closed after the client's end."""
         ...

@@ -119,9 +119,9 @@ class RemoteKV:
 
         `tensor` is `[layers, parts, len(tokens) - start, kv_heads, head_dim]`. `start` is a block boundary up to which the
         prompt is cached: hold the hit that says so. Waits for room as long as the daemon's configuration allows, then the least
-        valuable blocks go; what finds no room all the same is refused, and everything when the daemon does not answer;
-        `refused_because` says why. Raises InvalidTokens, InvalidTensor, InvalidStart. After a reconnect a start that is not
-        cached any more is no mistake of the caller's: then everything is refused.
+        valuable blocks go; what finds no room all the same is refused, as is everything when the prompt is not cached up to
+        `start` any more (somebody deleted it, or the daemon began anew), or the daemon does not answer; `refused_because` says
+        why. Raises InvalidTokens, InvalidTensor, and InvalidStart for a start that is no block boundary of the prompt.
 
         If the caller is cancelled while bytes are copied, the copy goes on, the slots are given back after it, and nothing is
         committed: what the tensor held by then is not known.
@@ -326,7 +326,6 @@ class RemoteKV:
                 # Everything is there, there is no more room, or what came before has left meanwhile, perhaps for what comes after
                 # it: to begin again might never end.
                 room.close()
-                self._require_start(room, first, stored)
                 refusal = Refusal.DROPPED if room.answered and room.present < reached else room.refusal
                 if room.answered:
                     reached = max(first, room.present)
@@ -345,17 +344,6 @@ class RemoteKV:
         stored = min(stored, reached - first)  # what was deleted meanwhile was stored twice
         refused = whole - reached
         return Stored(stored * size, (reached - first - stored) * size, refused * size, refusal if refused else None)
-
-    def _require_start(self, room: Reserved, first: int, stored: int) -> None:
-        size = self._spec.block_size
-        if not room.answered or room.present >= first or stored:
-            return
-        cached = room.present * size
-        message = f"start is {first * size}; only {cached} tokens of this prompt are cached"
-        if self._sessions.reconnected:
-            self._house.counts.missed(copies.LOST, message)
-            return
-        raise InvalidStart(message, value=first * size, cached=cached)
 
     async def _fill(self, room: Reserved, planes: Bytes, first: int) -> int | None:
         """Copy into reserved slots and commit; return how many blocks were stored, None when there was no memory or answer."""

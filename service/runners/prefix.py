@@ -13,7 +13,7 @@ from typing import Protocol, Self
 
 import torch
 
-from tiercache.errors import InvalidInput, InvalidStart, LeaseLost
+from tiercache.errors import InvalidInput, LeaseLost
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service.face import Stored
 from tiercache.service.runners.layers import Arriving
@@ -147,13 +147,7 @@ class Prefix:
         if self._kv is None:
             return None
         with _Counted(self._faults, "insert"):
-            try:
-                return await self._kv.insert(tokens, kv[:, :, self.loaded :], start=self.loaded)
-            except InvalidStart:
-                # The lease holds what was loaded, so only a house that began anew (a daemon that died) can have lost it.
-                # Everything is at hand: give it whole.
-                self._faults["insert: InvalidStart"] += 1
-                return await self._kv.insert(tokens, kv, start=0)
+            return await self._kv.insert(tokens, kv[:, :, self.loaded :], start=self.loaded)
         return None
 
     def _count_loaded(self, hit: Hit, count: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.service.caches import SIZE, SPACE, SPEC, prompt, read, small, store, tensor_of
+from tests.service.caches import SIZE, SPACE, SPEC, is_exact, prompt, read, small, store, tensor_of
 from tests.service.face_suite import OpenCache
 from tiercache.leases import Refusal
 from tiercache.service import desk, kv
@@ -76,3 +76,20 @@ class RefusalSuite:
 
             assert outcome == (0, 0, 3 * SIZE) and outcome.refused_because is Refusal.PENDING
             assert (await face.insert(tokens, tensor_of(tokens))) == (3 * SIZE, 0, 0)
+
+    @pytest.mark.parametrize("act", ["delete", "clear"])
+    async def test_what_an_insert_follows_is_deleted_under_its_hit(self, open_cache: OpenCache, act: str, seed: int) -> None:
+        """Nobody's mistake: all of it is refused, nothing is raised, nothing comes back, and the hit reads on."""
+        tokens = prompt(seed, 4)
+        async with open_cache(small(hbm=None, dram=8, ssd=None)) as cache:
+            kv = await cache.open(SPACE, SPEC)
+            await store(kv, tokens[: 2 * SIZE])
+            async with kv.match(tokens) as hit:
+                assert await hit.ready() == 2 * SIZE
+                await (kv.delete(tokens[: 2 * SIZE]) if act == "delete" else kv.clear())
+                outcome = await kv.insert(tokens, tensor_of(tokens, start=hit.tokens), start=hit.tokens)
+                assert is_exact(await hit.gather(), tokens)
+
+            assert outcome == (0, 0, 2 * SIZE) and outcome.refused_because is Refusal.DROPPED
+            assert await read(kv, tokens) == 0
+            assert (await kv.insert(tokens, tensor_of(tokens))) == (4 * SIZE, 0, 0)

@@ -226,7 +226,7 @@ async def test_what_can_not_be_filled_in_place_is_refused(make: Callable[[], Any
         assert await read(kv, KNOWN) == 4 * SIZE
 
 
-@pytest.mark.parametrize("start", [-1, -16, 5, 17, 5 * SIZE, 2**70, True, 16.0, "16", None])
+@pytest.mark.parametrize("start", [-1, -16, 5, 17, 7 * SIZE, 2**70, True, 16.0, "16", None])
 async def test_a_start_that_is_none(start: Any) -> None:
     """No boundary, not in the prompt, not an integer: the value is named."""
     tokens = [*KNOWN, *prompt(7, 2)]

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import torch
 
-from tiercache.errors import InvalidStart, TierCacheError
+from tiercache.errors import TierCacheError
+from tiercache.leases import Refusal
 from tiercache.service.face import Stored
 from tiercache.types import Tier
 
@@ -89,8 +90,9 @@ class FakeKV:
         self.called("insert")
         assert self.leases or start == 0, "an insert after a hit happens under its lease"
         assert tensor.shape[1:3] == (2, len(tokens) - start)
-        if start % self.block_size or start > len(self._cached(tokens)) * self.block_size:
-            raise InvalidStart(f"{start} is not cached")
+        assert start % self.block_size == 0
+        if start > len(self._cached(tokens)) * self.block_size:
+            return Stored(0, 0, len(tokens) // self.block_size * self.block_size - start, Refusal.DROPPED)
         new = present = 0
         for end in range(start + self.block_size, len(tokens) + 1, self.block_size):
             key = tuple(tokens[:end])

@@ -13,6 +13,7 @@ import torch
 
 from tests.service.runners.fake import FakeKV
 from tiercache.errors import Closed, InvalidInput, InvalidTensor, InvalidTokens, LeaseLost, Refused, StaleHandle
+from tiercache.leases import Refusal
 from tiercache.service import face
 from tiercache.service.face import Stored
 from tiercache.service.runners import prefix
@@ -123,8 +124,8 @@ async def test_failing_cache_is_a_miss(kv: FakeKV, runner_of: Make, call: str, e
     assert kv.leases == 0
 
 
-async def test_cache_that_forgot_the_hit_is_given_everything(kv: FakeKV, runner_of: Make) -> None:
-    """A daemon that began anew between load and insert has lost the hit: the insert starts over from the first token."""
+async def test_cache_that_forgot_the_hit_refuses(kv: FakeKV, runner_of: Make) -> None:
+    """Who deleted the prompt meanwhile, or a daemon that began anew, gets nothing back of it: that is counted, and no fault."""
     runner = runner_of(kv)
     await runner.generate(PROMPT, max_new_tokens=6)
 
@@ -132,8 +133,8 @@ async def test_cache_that_forgot_the_hit_is_given_everything(kv: FakeKV, runner_
         kv.blocks.clear()
 
     assert stream.generation.hit_tokens == 20
-    assert kv.inserts[-1] == (0, Stored(28, 0, 0))
-    assert runner.faults == {"insert: InvalidStart": 1}
+    assert not kv.blocks and runner.refused == {Refusal.DROPPED: 8}
+    assert not runner.faults
 
 
 async def test_wrong_use_of_the_cache_is_not_hidden(kv: FakeKV, runner_of: Make) -> None:
