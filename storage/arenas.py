@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache.errors import AuditFailed, Closed, InvalidTensor, TierTooSmall, Untrusted
+from tiercache.errors import AuditFailed, TierTooSmall
 from tiercache.kernels.host import copy_block
 from tiercache.sizes import format_size
 from tiercache.spec import Geometry
 from tiercache.storage.checksum import verify
-from tiercache.storage.contract import FULL_CHARGE, Outcome, Planes, Put
+from tiercache.storage.contract import Planes, Put
 from tiercache.storage.layouts import (
     SLOT_ALIGNMENT,
     SlotPlanes,
@@ -22,10 +21,11 @@ from tiercache.storage.layouts import (
     layer_first,
 )
 from tiercache.storage.memory import HostMemory
+from tiercache.storage.volatile import VolatileStore
 from tiercache.types import Identity, Tier
 
 
-class HostArena(ABC):
+class HostArena(VolatileStore):
     """What both arenas share: all slots are `[slots, planes, unit_bytes]` bytes in place, of a stride that is the layout's.
 
     Everything is verified where it arrives, not where it came from: a source that changes under the copy, or a copy that went
@@ -43,7 +43,6 @@ class HostArena(ABC):
                 offset=offset,
                 length=length,
             )
-        self._geometry = geometry
         self._offset = offset
         self._length = length
         need = self._slot_bytes(geometry)
@@ -56,13 +55,9 @@ class HostArena(ABC):
                 need=need,
             )
         region = memory.array[offset : offset + length]
-        self._slots: SlotPlanes | None = self._lay_out(region, geometry)
-        self._capacity = len(self._slots)
-
-    @property
-    @abstractmethod
-    def tier(self) -> Tier:
-        """The tier whose slots these are."""
+        slots = self._lay_out(region, geometry)
+        super().__init__(geometry, len(slots))
+        self._slots: SlotPlanes | None = slots
 
     @property
     @abstractmethod
@@ -80,21 +75,6 @@ class HostArena(ABC):
         """Return all slots that fit the region, in place."""
 
     @property
-    def geometry(self) -> Geometry:
-        """The shape of the blocks that fit a slot."""
-        return self._geometry
-
-    @property
-    def capacity(self) -> int:
-        """How many slots there are; slots are numbered from 0."""
-        return self._capacity
-
-    @property
-    def durable(self) -> bool:
-        """False: what is stored ends with the processes that map it."""
-        return False
-
-    @property
     def offset(self) -> int:
         """Where the arena begins in its memory, in bytes; with `length` and the geometry all that a client needs to map it."""
         return self._offset
@@ -110,11 +90,10 @@ class HostArena(ABC):
         The view is valid for as long as the caller owns the slot or holds a lease on its block. Raises AuditFailed if there is
         no such slot, Closed after `close`.
         """
+        self._require(slot)
         slots = self._slots
         if slots is None:
-            raise Closed(f"the {self.tier} arena is closed")
-        if not 0 <= slot < self._capacity:
-            raise self._no_slot(slot)
+            raise self._is_closed()
         planes: Planes = slots[slot]
         return planes
 
@@ -130,53 +109,16 @@ class HostArena(ABC):
         """Verify the bytes in `slot` where they lie. Raises Untrusted, reason `checksum`, if they are not what `identity` names."""
         verify(self.view(slot), identity.checksum, f"{self.tier} slot {slot}")
 
-    def put(self, items: Sequence[Put]) -> list[Outcome]:
-        """Copy `items` in, in order, verify each where it arrived, and return one outcome for each.
-
-        What fails its checksum fails with Untrusted, reason `checksum`, and leaves its slot's bytes undefined; the items after
-        it fail with reason `order`, their slots untouched. A source may be the slot's own view, which a client wrote in place.
-        Raises AuditFailed for a slot that does not exist and InvalidTensor for a source of another shape, before any copy.
-        """
-        shape = (self._geometry.planes, self._geometry.unit_bytes)
-        for item in items:
-            self.view(item.slot)
-            if item.source.shape != shape or item.source.dtype != np.uint8:
-                what = f"{item.source.dtype} {item.source.shape}"
-                raise InvalidTensor(f"the source for slot {item.slot} is {what}, not a block of bytes {shape}", slot=item.slot)
-        outcomes: list[Outcome] = []
-        for item in items:
-            target = self.view(item.slot)
-            try:
-                copy_block(item.source, target)
-                verify(target, item.identity.checksum, f"copy into {self.tier} slot {item.slot}")
-            except Untrusted as error:
-                outcomes.append(Outcome(0, error))
-                break
-            outcomes.append(Outcome(FULL_CHARGE))
-        outcomes.extend(Outcome(0, self._after_a_failure(item.slot)) for item in items[len(outcomes) :])
-        return outcomes
-
-    def discard(self, slots: Sequence[int]) -> None:
-        """Do nothing but see that `slots` exist (AuditFailed): the slot's next generation says that its block is gone."""
-        for slot in slots:
-            if not 0 <= slot < self._capacity:
-                raise self._no_slot(slot)
-
-    def sync(self) -> None:  # noqa: B027 - empty on purpose, for both arenas
-        """Do nothing: memory does not outlive a loss of power."""
+    def _take(self, item: Put) -> None:
+        """Copy a block in and verify it where it arrived. A source may be the slot's own view, which a client wrote in place."""
+        target = self.view(item.slot)
+        copy_block(item.source, target)
+        verify(target, item.identity.checksum, f"copy into {self.tier} slot {item.slot}")
 
     def close(self) -> None:
         """Let go of the memory. Views that were handed out stay valid as long as they live. May be called twice."""
+        super().close()
         self._slots = None
-
-    def _after_a_failure(self, slot: int) -> Untrusted:
-        return Untrusted("order", f"{self.tier} slot {slot}: a block before it in the chain was not stored", slot=slot)
-
-    def _no_slot(self, slot: int) -> AuditFailed:
-        last = self._capacity - 1
-        return AuditFailed(
-            f"slot {slot} does not exist in {self.tier}; the slots are 0 to {last}", slot=slot, capacity=self._capacity
-        )
 
 
 class DramArena(HostArena):
@@ -229,7 +171,7 @@ class HostHbmArena(HostArena):
         """
         slots = self._slots
         if slots is None:
-            raise Closed(f"the {self.tier} arena is closed")
+            raise self._is_closed()
         geometry = self._geometry
         planes: NDArray[np.uint8] = slots.transpose(1, 0, 2)
         return planes.reshape(geometry.layers, geometry.parts, self._capacity, geometry.unit_bytes)

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from tests.service.caches import LARGE, SPACE, prompt, small, tensor_of
 from tests.service.client.daemons import Process, own_process
+from tests.service.runners.tiny import tiny_llama
 from tiercache.config import Config
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import cli_client, cli_model, runners
@@ -259,22 +258,7 @@ class Words:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The packaged model is a tiny one with random weights."""
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        model: Any = LlamaForCausalLM(config)
-    loaded = Loaded(model.eval(), Words(), Namespace(model="tiny", weights="sha256:none"))
+    loaded = Loaded(tiny_llama(layers=2), Words(), Namespace(model="tiny", weights="sha256:none"))
     monkeypatch.setattr(runners, "load_model", lambda *_, **__: loaded, raising=False)
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from tests.service.runners.conftest import Letters
+from tests.service.runners.tiny import tiny_llama
 from tiercache.config import Config
 from tiercache.service.demo.places import Places
 from tiercache.service.demo.screen import Screen
@@ -50,22 +50,7 @@ AGAIN = ("chat 0.0", "chat 0.1")
 
 @pytest.fixture(scope="session")
 def tiny() -> Loaded:
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.5,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        model: Any = LlamaForCausalLM(config)
-    return Loaded(model.eval(), Letters(), Namespace(model="tiny", weights="sha256:none"))
+    return Loaded(tiny_llama(layers=2), Letters(), Namespace(model="tiny", weights="sha256:none"))
 
 
 @pytest.fixture(scope="session")

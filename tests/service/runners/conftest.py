@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.service.runners.fake import FakeKV
+from tests.service.runners.tiny import tiny_llama
 from tiercache.service.runners.hf import Runner
 from tiercache.service.runners.model import Loaded, load_model
 
@@ -28,23 +27,7 @@ class Letters:
 @pytest.fixture(scope="session")
 def tiny_model() -> Any:
     """A Llama with random weights, 3 layers and grouped heads."""
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.5,  # the default leaves all logits close together
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        model: Any = LlamaForCausalLM(config)
-    return model.eval()
+    return tiny_llama(layers=3)
 
 
 @pytest.fixture(scope="session")
