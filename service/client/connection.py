@@ -208,7 +208,7 @@ class Connection:
         finally:
             timer.cancel()
         if isinstance(answer, expected):
-            self._note(request, fields, answer, waiter.sent)
+            self._note(answer, waiter.sent)
             return answer
         if isinstance(answer, Miss):
             return answer
@@ -237,6 +237,10 @@ class Connection:
             self._notify(listener, notice)
         if self.ended.is_set():
             listener.lost(self.reason)
+
+    def take_part(self, lease: int, asked: float) -> None:
+        """Hold a lease of another session, too, that the daemon was asked for at `asked` by the monotonic clock, or later."""
+        self._renewal.take(lease, asked)
 
     def release(self, lease: int) -> None:
         """End a lease, whose listener is told no more."""
@@ -324,15 +328,13 @@ class Connection:
             else:
                 waiter.future.set_result(frame)
 
-    def _note(self, request: type[wire.Request], fields: dict[str, Any], answer: Any, sent: float) -> None:
+    def _note(self, answer: Any, sent: float) -> None:
         """Keep what a reply gave, as long as it is held."""
         match answer:
             case wire.Leased():
                 self._renewal.take(answer.lease, sent)
             case wire.Reserved():
                 self._renewal.take(answer.reservation, sent)
-            case wire.Places() if request is wire.Ready:
-                self._renewal.take(fields["lease"], sent)  # another session's, in which this one takes part
 
     @staticmethod
     def _notify(listener: Listener, notice: wire.Arrived | wire.Lost) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -265,9 +266,11 @@ class RemoteKV:
 
     async def _take_part(self, number: int) -> Claim:
         handle = await self.open()
+        asked = time.monotonic()
         answer = handle if isinstance(handle, Miss) else await handle.connection.call(wire.Places, wire.Ready, lease=number)
         if isinstance(handle, Miss) or isinstance(answer, Miss):
             return Claim(self._house, self._spec, b"", None, None, Sharing())
+        handle.connection.take_part(number, asked)
         blocks = len(answer.places) // wire.PLACE_BYTES
         leased = wire.Leased(id=0, lease=number, blocks=blocks, tiers={}, lifting=False, places=answer.places)
         return Claim(self._house, self._spec, b"", handle, leased, Sharing())

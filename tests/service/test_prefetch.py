@@ -12,10 +12,11 @@ from tests.seams import Rig
 from tests.service.caches import SIZE, SPACE, SPEC, free, is_exact, leases, opened_kv, prompt, read, sink, small, store
 from tests.service.client.daemons import running
 from tests.service.daemon.raw import daemon_of, fetched, session_at, stored, whole
-from tiercache.errors import InvalidConfig, InvalidInput
+from tiercache.errors import InvalidConfig, InvalidInput, LeaseReleased
 from tiercache.service import wire
 from tiercache.service.client.blocking import BlockingClient
 from tiercache.service.client.client import connect
+from tiercache.service.client.connection import Connection
 from tiercache.types import Tier
 
 BLOCKS = 4
@@ -143,3 +144,33 @@ async def test_a_ready_without_a_time_is_one_of_before(tmp_path: Path) -> None:
         hold.release()
         later = await raw.call(wire.Places, wire.Ready, lease=hit.lease)
         assert len(later.places) == BLOCKS * wire.PLACE_BYTES
+
+
+async def test_a_late_answer_renews_no_lease_that_was_released(tmp_path: Path, seed: int) -> None:
+    """A hit that is released while another task waits for it is held no more, whatever comes of the wait."""
+    rig, tokens = Rig(), prompt(seed, BLOCKS)
+    async with running(small(directory=tmp_path), rig) as (daemon, address), connect(address) as client:
+        kv = await client.open(SPACE, SPEC)
+        await store(kv, tokens)
+        await client.check()
+        await sink(daemon.cache)
+        hold = rig.copies.hold("blocks", to=1)
+        hit = await kv.match(tokens)
+        waiting = asyncio.create_task(hit.ready())
+        await hold.reached()
+        await client.check()
+        connection, [session] = kv._sessions.connection(), daemon.house.sessions
+        assert isinstance(connection, Connection) and connection._channel is not None
+        stream = connection._channel._transport
+        assert stream is not None
+        stream.pause_reading()  # so that the answer is in the socket, and not yet read
+        hold.release()
+        while session._running:
+            await asyncio.wait(list(session._running))
+        await hit.release()
+        stream.resume_reading()
+        await asyncio.wait([waiting])
+        await client.check()
+
+        assert not connection._renewal._held
+        assert isinstance(waiting.exception(), LeaseReleased)
