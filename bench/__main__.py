@@ -3,44 +3,97 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import os
-import platform
+import datetime
+import importlib
+import importlib.util
+import shlex
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from tiercache.bench import tiers, tree
+from rich.console import Console
+
+from tiercache.bench.figures import Result
+from tiercache.bench.machine import commit, machine
+from tiercache.bench.page import write_page
+from tiercache.bench.programs import NAMES, load
+from tiercache.bench.run import Run
+from tiercache.bench.show import tables
+from tiercache.bench.store import read_all, write
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmarks that `arguments` name and return the exit status."""
+    """Run the benchmark that `arguments` name and return the exit status."""
+    listed = "\n".join(f"  {name:<10}{what}" for name, what in NAMES.items())
     parser = argparse.ArgumentParser(
-        prog="tiercache bench", description="Measure this machine and what the cache makes of it: times and rates, not a test."
+        prog="tiercache bench",
+        description="Measure this machine and what the cache makes of it: times and rates, not a test.",
+        epilog=f"programs:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", nargs="?", choices=("tiers", "tree", "all"), default="all", help="default: all")
+    parser.add_argument("program", nargs="?", choices=(*NAMES, "all"), default="all", help="default: all, a process each")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, less of each; for a first look")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures to this file")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write JSON and plots there")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page there, of all results in --out")
     parser.add_argument("--directory", type=Path, help="a folder on the disk to be measured; default: the temporary one")
     options = parser.parse_args(arguments)
-    found: dict[str, Any] = {
-        "machine": {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()},
-        "quick": options.quick,
-    }
-    if options.what in ("tiers", "all"):
-        figures, capacities = tiers.measure(options.directory, quick=options.quick)
-        print(tiers.table(figures), end="\n\n")
-        found["tiers"] = [figure.to_json() for figure in figures]
-        found["capacity"] = [dataclasses.asdict(capacity) for capacity in capacities]
-    if options.what in ("tree", "all"):
-        rows = tree.measure(quick=options.quick)
-        print(tree.table(rows), end="\n\n")
-        found["tree"] = [row.to_json() for row in rows]
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if options.page is not None and options.out is None:
+        parser.error("--page is made from the results in --out, which is not given")
+    if options.out is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--out draws plots by matplotlib, which is not installed: pip install 'tiercache[bench]'")
+    status = _all(options) if options.program == "all" else _one(options, arguments)
+    if options.page is not None:
+        _write_page(options.page, options.out)
+    return status
+
+
+def _one(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    program = load(options.program)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tiercache-bench-", dir=options.directory) as scratch:
+        run = Run(folder=Path(scratch), quick=options.quick)
+        known = machine(run.folder)
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        program.measure(run)
+    result = Result(
+        program=program.name,
+        quick=options.quick,
+        command=shlex.join(["tiercache", "bench", *arguments]),
+        date=date,
+        seconds=time.monotonic() - began,
+        commit=commit(),
+        machine=known,
+        figures=run.figures,
+        notes=run.notes,
+    )
+    console = Console(highlight=False, emoji=False, markup=False, width=None if sys.stdout.isatty() else 120)
+    for table in tables(program.name, run.figures):
+        console.print(table)
+    if options.out is not None:
+        write(result, options.out)
+        # By name: matplotlib is an extra, and takes a second to load.
+        importlib.import_module("tiercache.bench.draw").draw(result, program.plots, options.out)
     return 0
+
+
+def _all(options: argparse.Namespace) -> int:
+    """Run every program in a process of its own: what one leaves in memory is not the next one's. The first failure is returned."""
+    shared = ["--quick"] * options.quick
+    for name in ("out", "directory"):
+        value = getattr(options, name)
+        shared += [f"--{name}", str(value)] if value is not None else []
+    statuses = [subprocess.run([sys.executable, "-m", "tiercache.bench", name, *shared], check=False).returncode for name in NAMES]
+    return next((status for status in statuses if status), 0)
+
+
+def _write_page(page: Path, folder: Path) -> None:
+    results = read_all(folder)
+    ordered: dict[str, Result] = {name: results[name] for name in NAMES if name in results}
+    plots = {name: [plot.stem for plot in load(name).plots if (folder / f"{plot.stem}.svg").exists()] for name in ordered}
+    write_page(page, ordered, plots, folder)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ The core alone, without a byte of KV: slots are numbers. Prompts are turns of ch
 
 from __future__ import annotations
 
-import gc
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator
 
+from tiercache.bench.figures import Goal
+from tiercache.bench.plot import Plot
+from tiercache.bench.run import Run
+from tiercache.bench.timing import each
 from tiercache.cache import Cache
 from tiercache.keys import pack_tokens
 from tiercache.residency import Space
@@ -25,31 +24,29 @@ SAMPLES = 300
 _DIGEST = bytes(32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
-    """The tree with `leaves` chats of `edge_blocks` blocks each. Times are medians of one call, in seconds."""
-
-    leaves: int
-    edge_blocks: int
-    tokens: int
-    match: float
-    insert: float
-    evict: float
-    """Freeing one block's slot."""
-    bytes_per_token: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as plain values."""
-        return asdict(self)
+PLOTS = (
+    Plot("tree-growth", "One call, as the tree grows", ("match", "insert", "evict"), x="leaves", series=("name", "edge blocks")),
+    Plot(
+        "tree-index",
+        "Bytes of index per cached token",
+        ("index",),
+        x="leaves",
+        series=("edge blocks",),
+        label="bytes a token",
+        log=False,
+    ),
+)
 
 
-def measure(*, quick: bool) -> list[Growth]:
+def measure(run: Run) -> None:
     """Measure trees of growing size, with edges of one block and of eight."""
-    sizes = (100, 1_000) if quick else (1_000, 10_000, 100_000)
-    return [_grow(leaves, edge) for edge in (1, 8) for leaves in sizes]
+    sizes = run.pick((100, 1_000), (1_000, 10_000, 100_000))
+    cases = [(edge, leaves) for edge in (1, 8) for leaves in sizes]
+    for edge, leaves in run.track(cases, "trees"):
+        _grow(run, leaves, edge)
 
 
-def _grow(leaves: int, edge: int) -> Growth:
+def _grow(run: Run, leaves: int, edge: int) -> None:
     # Room for what is inserted to measure, so that no insert pays for an eviction.
     capacity = SYSTEM_BLOCKS + (leaves + SAMPLES) * edge
     cache = Cache([Tier.HBM], {Tier.HBM: SlotPool(capacity)})
@@ -70,21 +67,17 @@ def _grow(leaves: int, edge: int) -> Growth:
     blocks = cache.residency.table.live
     size = index_bytes(cache, space)
     step = max(1, leaves // SAMPLES)
-    matched = _each(lambda key: cache.release(cache.match(session, space, key)), known[::step][:SAMPLES])
-    inserted = _each(insert, [next(keys) for _ in range(SAMPLES)])
+    matched = each(lambda key: cache.release(cache.match(session, space, key)), known[::step][:SAMPLES])
+    inserted = each(insert, [next(keys) for _ in range(SAMPLES)])
     pool = cache.residency.slots[0]
-    evicted = _each(
+    evicted = each(
         lambda want: cache.moves.make_room(0, want), range(pool.free + 1, pool.free + 1 + min(SAMPLES, leaves * edge // 2))
     )
-    return Growth(
-        leaves=leaves,
-        edge_blocks=edge,
-        tokens=blocks * BLOCK_SIZE,
-        match=statistics.median(matched),
-        insert=statistics.median(inserted),
-        evict=statistics.median(evicted),
-        bytes_per_token=size / (blocks * BLOCK_SIZE),
-    )
+    at: dict[str, str | int | float] = {"leaves": leaves, "edge blocks": edge}
+    for name, times in (("match", matched), ("insert", inserted), ("evict", evicted)):
+        run.add(name, times, "s", at=at)
+    goal = Goal(key="index-long", of="value", at_most=16) if edge >= 8 else Goal(key="index-short", of="value", at_most=40)
+    run.add("index", [size / (blocks * BLOCK_SIZE)], "B", at=at, goal=goal)
 
 
 def _keys(edge: int) -> Iterator[bytes]:
@@ -104,28 +97,3 @@ def index_bytes(cache: Cache, space: Space) -> int:
             total += sys.getsizeof(node.children) + sum(sys.getsizeof(symbol) for symbol in node.children)
             stack.extend(node.children.values())
     return total
-
-
-def _each(call: Callable[[Any], object], arguments: Sequence[Any]) -> list[float]:
-    """Return the seconds of each call, without the garbage collector's pauses."""
-    times: list[float] = []
-    gc.collect()
-    gc.disable()
-    try:
-        for argument in arguments:
-            began = time.perf_counter()
-            call(argument)
-            times.append(time.perf_counter() - began)
-    finally:
-        gc.enable()
-    return times
-
-
-def table(rows: Sequence[Growth]) -> str:
-    """Return the figures as a table for people."""
-    lines = [f"{'leaves':>8}{'edge':>10}{'tokens':>11}{'match':>10}{'insert':>10}{'evict':>10}{'index bytes a token':>21}"]
-    for row in rows:
-        times = "".join(f"{seconds * 1e6:>7.1f} µs" for seconds in (row.match, row.insert, row.evict))
-        edge = f"{row.edge_blocks} block{'s' if row.edge_blocks > 1 else ''}"
-        lines.append(f"{row.leaves:>8}{edge:>10}{row.tokens:>11}{times}{row.bytes_per_token:>21.1f}")
-    return "\n".join(lines)
