@@ -5,6 +5,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 # The first of these that is new enough. Looked for only when the environment is made.
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && command -v $$python && break; done)
@@ -52,8 +53,8 @@ format: $(READY) ## Put the code into its form
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(READY) ## Measure
-	$(BIN)/tiercache bench
+bench: $(READY) ## Measure everything, draw it, and write the page of results
+	$(BIN)/tiercache bench --out bench/results --page docs/reference/benchmarks.md $(BENCH_ARGS)
 
 coverage: $(READY) ## Run the fast tests and say what they leave out
 	$(BIN)/python -m pytest -m "not slow and not gpu" --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import importlib
 import importlib.util
+import os
 import shlex
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from tiercache.bench.figures import Result
 from tiercache.bench.machine import commit, machine
-from tiercache.bench.page import write_page
+from tiercache.bench.page import page
 from tiercache.bench.programs import NAMES, load
 from tiercache.bench.run import Run
 from tiercache.bench.show import tables
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--out draws plots by matplotlib, which is not installed: pip install 'tiercache[bench]'")
     status = _all(options) if options.program == "all" else _one(options, arguments)
     if options.page is not None:
-        _write_page(options.page, options.out)
+        write_page(options.page, options.out)
     return status
 
 
@@ -89,11 +90,13 @@ def _all(options: argparse.Namespace) -> int:
     return next((status for status in statuses if status), 0)
 
 
-def _write_page(page: Path, folder: Path) -> None:
+def write_page(path: Path, folder: Path, *, pictures: str | None = None) -> None:
+    """Write the page of all results in `folder` to `path`; `pictures` is where the page finds their plots."""
     results = read_all(folder)
-    ordered: dict[str, Result] = {name: results[name] for name in NAMES if name in results}
+    ordered = {name: results[name] for name in NAMES if name in results}
     plots = {name: [plot.stem for plot in load(name).plots if (folder / f"{plot.stem}.svg").exists()] for name in ordered}
-    write_page(page, ordered, plots, folder)
+    where = os.path.relpath(folder, path.parent) if pictures is None else pictures
+    path.write_text(page(ordered, plots, pictures=where), encoding="utf-8")
 
 
 if __name__ == "__main__":

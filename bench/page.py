@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from tiercache.bench.figures import Figure, Result
 from tiercache.bench.goals import GOALS, Row
@@ -26,12 +24,6 @@ def page(results: Mapping[str, Result], plots: Mapping[str, Sequence[str]], *, p
     parts = [_HEAD, _machines(results.values()), _goals([figure for result in results.values() for figure in result.figures])]
     parts += [_program(result, plots.get(name, ()), pictures) for name, result in results.items()]
     return "\n".join(parts)
-
-
-def write_page(path: Path, results: Mapping[str, Result], plots: Mapping[str, Sequence[str]], folder: Path) -> None:
-    """Write the page to `path`; the pictures lie in `folder`."""
-    pictures = os.path.relpath(folder, path.parent)
-    path.write_text(page(results, plots, pictures=pictures), encoding="utf-8")
 
 
 def _machines(results: Iterable[Result]) -> str:

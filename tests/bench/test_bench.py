@@ -12,6 +12,7 @@ from tiercache.bench.programs import NAMES, load
 from tiercache.bench.store import read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_program_measures_draws_and_leaves_nothing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A quick run gives figures that are more than nothing, draws every plot that it announces, and empties its folder."""
