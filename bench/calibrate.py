@@ -45,4 +45,4 @@ def disk_rates(folder: Path, total: int, piece: int) -> Disk | None:
     Writes end with fdatasync. None where the file system has no O_DIRECT (tmpfs).
     """
     with RawDisk.of(folder, total=total, piece=piece) as disk:
-        return disk and Disk(disk.size / disk.best_write(), disk.size / disk.best_read())
+        return None if disk is None else Disk(disk.size / disk.best_write(), disk.size / disk.best_read())
