@@ -11,6 +11,7 @@ from tiercache.bench.run import Run
 
 NAMES: dict[str, str] = {
     "tree": "the index alone: match, insert, split, evict, as it grows; beside SGLang's trees where they are installed",
+    "tiers": "put, get, demote and promote of every tier, cold and warm; beside memcpy and O_DIRECT",
 }
 
 

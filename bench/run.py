@@ -70,6 +70,12 @@ class Run:
         self.figures.append(figure)
         return figure
 
+    def reference(self, name: str, samples: Sequence[float]) -> Reference:
+        """Return a reference of samples that were taken in turns with what is compared with it, in the order of their taking."""
+        half = max(1, len(samples) // 2)
+        before, after = Spread.of(samples[:half]), Spread.of(samples[-half:])
+        return Reference(name, Spread.of(samples), after.median / before.median if before.median else 1.0)
+
     @contextmanager
     def beside(self, name: str, sampler: Sampler) -> Iterator[Beside]:
         """Take samples of a reference before and after the block."""
