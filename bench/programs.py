@@ -11,6 +11,8 @@ from tiercache.bench.run import Run
 
 NAMES: dict[str, str] = {
     "tree": "the index alone: match, insert, split, evict, as it grows; beside SGLang's trees where they are installed",
+    "restart": "from exec to the first correct hit, as the store grows",
+    "service": "the daemon and its client: matches beside a bare round trip, many sessions, what holds the loop",
 }
 
 
