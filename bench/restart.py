@@ -1,12 +1,11 @@
 """What a restart costs: from exec to the first correct hit, as the store grows, beside the start of an interpreter.
 
 The daemon is stopped in order, so that all that it holds is on SSD, and started again; the files are in the page cache. A client
-that knows nothing of it tries to connect every millisecond, and reads a prompt whose bytes are compared.
+that knows nothing of it tries to connect every ten milliseconds or sooner, and reads a prompt whose bytes are compared.
 """
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import subprocess
 import time
@@ -30,10 +29,11 @@ PLOTS = (
     ),
 )
 
-_IMPORTS = "import tiercache.service.cli_serve"
+_IMPORTS = "import os, tiercache.service.cli_serve; os._exit(0)"
 _CHAT = 4096
 """Tokens of one prompt."""
-_EVERY = BackOff(first=0.001, most=0.001)
+_EVERY = BackOff(first=0.01, most=0.01)
+"""Between attempts to connect: each is answered by the daemon that is starting, and takes of its time."""
 
 
 def measure(run: Run) -> None:
@@ -66,7 +66,6 @@ async def _restart(run: Run, folder: Path, bytecode: Path, tokens: int) -> None:
             first, all_of_it = await _first_hit(served, number * 7 % chats, blocks)
             hits.append(first)
             whole.append(all_of_it)
-    folder_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     at: dict[str, str | int | float] = {"tokens": tokens}
     allowed = Reference("interpreter start + 1 s", Spread.of([one + 1.0 for one in plain]))
     goal = Goal(key="restart", at_most=1.0) if tokens == 1_048_576 else None
@@ -75,7 +74,7 @@ async def _restart(run: Run, folder: Path, bytecode: Path, tokens: int) -> None:
     run.add("interpreter", plain, "s", at=at)
     run.add("imports", imports, "s", at=at)
     run.add("stop", stops, "s", at=at)
-    run.add("files", [folder_bytes], "B", at=at)
+    run.add("files", [_size(folder)], "B", at=at)
 
 
 async def _first_hit(served: Served, number: int, blocks: int) -> tuple[float, float]:
@@ -83,9 +82,7 @@ async def _first_hit(served: Served, number: int, blocks: int) -> tuple[float, f
     out = np.empty(SPEC.shape(_CHAT), np.float16)
     known = kv_of(number, _CHAT)
     async with connect(served.address, deadline=60.0, back_off=_EVERY) as client:
-        while client.boot is None:
-            served.require()
-            await asyncio.sleep(0.001)
+        await client.connected()
         kv = await client.open(SPACE, SPEC)
         async with kv.match(prompt(number, _CHAT)) as hit:
             await hit.gather(out)
@@ -95,6 +92,10 @@ async def _first_hit(served: Served, number: int, blocks: int) -> tuple[float, f
         all_of_it = time.perf_counter() - served.began
         assert counts["blocks"] == blocks
     return first, all_of_it
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _interpreter(code: str, bytecode: Path) -> float:
