@@ -12,6 +12,8 @@ from tiercache.bench.run import Run
 NAMES: dict[str, str] = {
     "tree": "the index alone: match, insert, split, evict, as it grows; beside SGLang's trees where they are installed",
     "tiers": "put, get, demote and promote of every tier, cold and warm; beside memcpy and O_DIRECT",
+    "restart": "from exec to the first correct hit, as the store grows",
+    "service": "the daemon and its client: matches beside a bare round trip, many sessions, what holds the loop",
 }
 
 

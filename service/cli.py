@@ -18,7 +18,9 @@ def main() -> NoReturn:
             stream.reconfigure(errors="replace")  # a terminal that knows no arrows shows question marks
     try:
         # By name and in here: imports take a second on a busy machine, and a Ctrl-C may fall into it.
-        importlib.import_module("tiercache.service.commands").app()
+        # The daemon, whose start is waited for, is spared the modules of the other commands.
+        serves = sys.argv[1:2] == ["serve"]
+        importlib.import_module(f"tiercache.service.{'cli_serve' if serves else 'commands'}").app()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever presses twice means the same
         print("interrupted", file=sys.stderr)  # noqa: T201 - rich may be what was being imported

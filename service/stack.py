@@ -180,17 +180,17 @@ class Stack:
         of: dict[bytes, list[int]] = {}
         for place, namespace in enumerate(loaded.namespaces):
             of.setdefault(namespace, []).append(place)
+        whole = Stored(
+            slots=loaded.slots.tolist(),
+            keys=loaded.keys,
+            parents=loaded.parents,
+            symbols=loaded.symbols,
+            checksums=loaded.checksums,
+            charges=loaded.charges.tolist(),
+        )
         strays: list[int] = []
-        slots, charges = loaded.slots.tolist(), loaded.charges.tolist()
         for namespace, places in of.items():
-            stored = Stored(
-                slots=[slots[place] for place in places],
-                keys=[loaded.keys[place] for place in places],
-                parents=[loaded.parents[place] for place in places],
-                symbols=[loaded.symbols[place] for place in places],
-                checksums=[loaded.checksums[place] for place in places],
-                charges=[charges[place] for place in places],
-            )
+            stored = whole if len(of) == 1 else Stored(*([column[place] for place in places] for column in whole))
             strays += restore(self.cache, namespace, len(stored.symbols[0]), stored, position)
         return strays
 

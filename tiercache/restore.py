@@ -59,34 +59,46 @@ class _Run(NamedTuple):
 
 def _chains(stored: Stored, stride: int, *, capacity: int, budget: int) -> list[_Run]:
     """Return the runs that can be reached from the root, each after the one it follows."""
-    following: dict[bytes, list[int]] = {}
-    for row, parent in enumerate(stored.parents):
-        if len(stored.symbols[row]) == stride and stored.slots[row] < capacity:
-            following.setdefault(parent, []).append(row)
+    _, keys, parents, symbols, _, charges = stored
+    # A block has one follower or none, but at a branch: a number for each, and a list where there are several.
+    following: dict[bytes, int] = {}
+    branches: dict[bytes, list[int]] = {}
+    for row, (parent, symbol, slot) in enumerate(zip(parents, symbols, stored.slots, strict=True)):
+        if len(symbol) == stride and slot < capacity:
+            first = following.setdefault(parent, row)
+            if first != row:
+                branches.setdefault(parent, [first]).append(row)
     for key in _shared(stored):
         following.pop(key, None)
+        branches.pop(key, None)
+
+    def after(key: bytes) -> list[int]:
+        row = following.get(key)
+        return [] if row is None else branches.get(key) or [row]
+
     # Also with the same key twice in other ways no row is to be reached twice, and no chain to lead back into itself.
-    reached = bytearray(len(stored.slots))
+    reached = bytearray(len(keys))
     runs: list[_Run] = []
-    stack: list[tuple[int | None, int]] = [(None, row) for row in following.get(ROOT_KEY, ())]
+    stack: list[tuple[int | None, int]] = [(None, row) for row in after(ROOT_KEY)]
     while stack:
         before, row = stack.pop()
-        if reached[row] or stored.charges[row] > budget:
+        if reached[row] or charges[row] > budget:
             continue
-        run = _Run(before, [])
-        after = [row]
-        while len(after) == 1 and not reached[after[0]] and stored.charges[after[0]] <= budget:
-            row = after[0]
+        run: list[int] = []
+        next_row: int | None = row
+        while next_row is not None and not reached[next_row] and charges[next_row] <= budget:
+            row = next_row
             reached[row] = 1
-            budget -= stored.charges[row]
-            run.rows.append(row)
-            after = following.get(stored.keys[row], [])
-        symbols: set[bytes] = set()
-        for row in after:
-            if not reached[row] and stored.symbols[row] not in symbols:
-                symbols.add(stored.symbols[row])
+            budget -= charges[row]
+            run.append(row)
+            key = keys[row]
+            next_row = following.get(key) if key not in branches else None
+        seen: set[bytes] = set()
+        for row in after(key):
+            if not reached[row] and symbols[row] not in seen:
+                seen.add(symbols[row])
                 stack.append((len(runs), row))
-        runs.append(run)
+        runs.append(_Run(before, run))
     return runs
 
 
