@@ -11,6 +11,7 @@ from tiercache.bench.run import Run
 
 NAMES: dict[str, str] = {
     "tree": "the index alone: match, insert, split, evict, as it grows; beside SGLang's trees where they are installed",
+    "runner": "a real model: what a hit adds to a pass, by tier and length, and what the cache costs when nothing hits",
 }
 
 
