@@ -32,6 +32,11 @@ def cache_folder() -> Path:
     return Path(home).expanduser() / "tiercache"
 
 
+def packaged_folder() -> Path:
+    """Return where the packaged model lies once it is converted."""
+    return cache_folder() / "models" / f"{NAME}-{SHA256[:8]}"
+
+
 def silent(_stage: str, _fraction: float | None) -> None:
     """Take progress reports and show none."""
 
@@ -59,8 +64,8 @@ def packaged_model(
 
     Raises Refused when the package can't be downloaded or converted, Untrusted when the model is not the one expected.
     """
-    models = cache_folder() / "models"
-    folder = models / f"{NAME}-{SHA256[:8]}"
+    folder = packaged_folder()
+    models = folder.parent
     if folder.is_dir():
         return folder
     models.mkdir(parents=True, exist_ok=True)
