@@ -16,10 +16,10 @@ export PYTHONSAFEPATH = 1
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help all demo test test-slow test-gpu check format bench coverage clean
+.PHONY: help all demo test test-slow test-gpu check format bench peer-sglang coverage clean
 
 help: ## Say what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 all: check test ## Check and test
 
@@ -56,10 +56,19 @@ format: $(READY) ## Put the code into its form
 bench: $(READY) ## Measure everything, draw it, and write the page of results
 	$(BIN)/tiercache bench --out bench/results --page docs/reference/benchmarks.md $(BENCH_ARGS)
 
+peer-sglang: .venv-sglang/.ready ## Install SGLang's trees, which `make bench` measures beside ours
+# An environment of its own: the wheel alone, without what the rest of SGLang needs. What its trees import is torch, numpy, msgspec.
+.venv-sglang/.ready: constraints.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or later found; name one with PYTHON=…" >&2; exit 1; }
+	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt torch numpy msgspec
+	.venv-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps sglang==0.5.23
+	@touch $@
+
 coverage: $(READY) ## Run the fast tests and say what they leave out
 	$(BIN)/python -m pytest -m "not slow and not gpu" --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
 clean: ## Remove what was built, the environment too
-	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* htmlcov
+	rm -rf $(VENV) .venv-sglang build dist *.egg-info .coverage .coverage.* htmlcov
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

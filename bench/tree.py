@@ -1,31 +1,38 @@
-"""What the tree costs by itself, as it grows: time to match, insert and evict, and bytes of index per cached token.
+"""What the tree costs by itself: requests of several kinds beside SGLang's trees, and how the index grows.
 
-The core alone, without a byte of KV: slots are numbers. Prompts are turns of chats behind one system prompt.
+The core alone, without a byte of KV: slots are numbers. Ours and the peer's trees are given the same requests in turns, each with
+keys in its own packed form, made before the clock runs; what they find must be the same.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from contextlib import nullcontext
 
-from tiercache.bench.figures import Goal
+from tiercache.bench.figures import Goal, Reference, Spread
 from tiercache.bench.plot import Plot
 from tiercache.bench.run import Run
-from tiercache.bench.timing import each
-from tiercache.cache import Cache
-from tiercache.keys import pack_tokens
-from tiercache.residency import Space
-from tiercache.storage.slots import SlotPool
-from tiercache.types import Tier
+from tiercache.bench.sglang import ABSENT, NAMES, Core, Peer, interpreter
+from tiercache.bench.timing import quiet
+from tiercache.bench.tree_ours import Ours, Times
+from tiercache.bench.tree_shapes import (
+    measure_block_sizes,
+    measure_depth,
+    measure_eviction,
+    measure_growth,
+    measure_keys,
+    measure_million,
+)
+from tiercache.bench.tree_workloads import Workload, chats, few_shot, thoughts, traffic
 
-BLOCK_SIZE = 16
-SYSTEM_BLOCKS = 16
-SAMPLES = 300
-_DIGEST = bytes(32)
-
+_BLOCK = 16
+_OURS = "tiercache"
+_GOALS = {"radix": Goal(key="tree-python", at_most=0.2), "native": Goal(key="tree-native", at_most=1.0)}
 
 PLOTS = (
-    Plot("tree-growth", "One call, as the tree grows", ("match", "insert", "evict"), x="leaves", series=("name", "edge blocks")),
+    Plot("tree-chats", "One request of a chat: match, lease, insert, release", ("chat",), x="tokens", series=("tree",)),
+    Plot("tree-growth", "One call, as the tree grows", ("match", "insert", "split"), x="leaves", series=("name", "edge blocks")),
+    Plot("tree-evict", "Freeing one block of a full tree", ("evict", "evict, peer"), x="leaves", series=("name", "tree", "leased")),
+    Plot("tree-depth", "Match of a chain of one-block nodes", ("match, deep",), x="depth"),
     Plot(
         "tree-index",
         "Bytes of index per cached token",
@@ -39,61 +46,90 @@ PLOTS = (
 
 
 def measure(run: Run) -> None:
-    """Measure trees of growing size, with edges of one block and of eight."""
-    sizes = run.pick((100, 1_000), (1_000, 10_000, 100_000))
-    cases = [(edge, leaves) for edge in (1, 8) for leaves in sizes]
-    for edge, leaves in run.track(cases, "trees"):
-        _grow(run, leaves, edge)
+    """Measure requests beside the peer, then the index alone."""
+    with _peer(run) as peer:
+        for length, count, last, rounds in run.pick(((1024, 2, 2, 1),), ((2048, 20, 2, 5), (8192, 12, 4, 3), (32_768, 4, 8, 1))):
+            _compare_chats(run, peer, length, count, last, rounds)
+        if not run.quick:
+            _compare_chats(run, peer, 102_400, 2, 10, 1)
+        for workload in run.pick((few_shot(2, 3),), (few_shot(8, 40), thoughts(4), traffic(1_000))):
+            timed = _make(run, peer, workload, _cores(run))
+            for tree, times in timed.items():
+                run.add("request", times.turn, "s", at={"workload": workload.name, "tree": tree})
+        measure_eviction(run, peer)
+        measure_keys(run, peer)
+    measure_growth(run)
+    measure_depth(run)
+    measure_million(run)
+    measure_block_sizes(run)
 
 
-def _grow(run: Run, leaves: int, edge: int) -> None:
-    # Room for what is inserted to measure, so that no insert pays for an eviction.
-    capacity = SYSTEM_BLOCKS + (leaves + SAMPLES) * edge
-    cache = Cache([Tier.HBM], {Tier.HBM: SlotPool(capacity)})
-    space = cache.residency.space(_DIGEST, 4 * BLOCK_SIZE)
-    session = cache.begin_session()
-    keys = _keys(edge)
+def _peer(run: Run) -> Peer | nullcontext[None]:
+    python = interpreter()
+    if python is None:
+        run.note(ABSENT)
+        return nullcontext()
+    try:
+        return Peer(python)
+    except EOFError as error:
+        run.note(f"SGLang's trees are not measured beside ours: {python} does not run them ({error})")
+        return nullcontext()
 
-    def insert(key: bytes) -> None:
-        lease = cache.match(session, space, key)
-        room = cache.reserve(session, space, key, after=lease, position=0)
-        cache.commit(room, len(room.blocks), [0] * len(room.blocks))
-        cache.close(room)
-        cache.release(lease)
 
-    known = [next(keys) for _ in range(leaves)]
-    for key in known:
-        insert(key)
-    blocks = cache.residency.table.live
-    size = index_bytes(cache, space)
-    step = max(1, leaves // SAMPLES)
-    matched = each(lambda key: cache.release(cache.match(session, space, key)), known[::step][:SAMPLES])
-    inserted = each(insert, [next(keys) for _ in range(SAMPLES)])
-    pool = cache.residency.slots[0]
-    evicted = each(
-        lambda want: cache.moves.make_room(0, want), range(pool.free + 1, pool.free + 1 + min(SAMPLES, leaves * edge // 2))
+def _cores(run: Run) -> tuple[Core, ...]:
+    return run.pick(("native",), ("radix", "unified", "native"))
+
+
+def _compare_chats(run: Run, peer: Peer | None, length: int, count: int, last: int, rounds: int) -> None:
+    """Take chats that grow to `length` tokens, `rounds` times in new trees, and add a figure for each tree and each peer's goal."""
+    # The unified Python core takes a second a request at the longest.
+    cores = tuple(core for core in _cores(run) if core != "unified" or length <= 8192)
+    parts: dict[str, list[Times]] = {}
+    for number in range(rounds):
+        for tree, times in _make(run, peer, chats(count, length, last=last, seed=number), cores).items():
+            parts.setdefault(tree, []).append(times)
+    whole = {tree: [seconds for part in found for seconds in part.turn] for tree, found in parts.items()}
+    for tree, found in parts.items():
+        at: dict[str, str | int | float] = {"tokens": length, "tree": tree}
+        run.add("chat", whole[tree], "s", at=at)
+        run.add("chat, match", [seconds for part in found for seconds in part.match], "s", at=at)
+        run.add("chat, insert", [seconds for part in found for seconds in part.insert], "s", at=at)
+    for core in cores:
+        if NAMES[core] in whole:
+            beside = Reference(NAMES[core], Spread.of(whole[NAMES[core]]))
+            goal = _GOALS.get(core)
+            run.add("chat, beside a peer", whole[_OURS], "s", at={"tokens": length, "peer": core}, reference=beside, goal=goal)
+
+
+def _make(run: Run, peer: Peer | None, workload: Workload, cores: tuple[Core, ...]) -> dict[str, Times]:
+    """Make a workload's turns in new trees, ours and the peer's, batch by batch in turns; return the times of the batches."""
+    file = run.folder / "tokens"
+    file.write_bytes(workload.tokens.tobytes())
+    ours = Ours(len(workload.tokens) // _BLOCK)
+    theirs = [peer.open(core, _BLOCK, file) for core in cores] if peer is not None else []
+    found = {_OURS: ours.turns(workload.tokens, workload.before).hits}
+    found |= {NAMES[tree.core]: tree.turns(workload.before).hits for tree in theirs}
+    _require_same(found)
+    times: dict[str, list[Times]] = {tree: [] for tree in found}
+    with quiet():
+        for batch in run.track(workload.batches, f"{workload.name}, {len(workload.tokens):,} tokens"):
+            times[_OURS].append(ours.turns(workload.tokens, batch))
+            for tree in theirs:
+                times[NAMES[tree.core]].append(tree.turns(batch))
+            _require_same({tree: made[-1].hits for tree, made in times.items()})
+    file.unlink()
+    return {tree: _joined(made) for tree, made in times.items()}
+
+
+def _require_same(found: dict[str, list[int]]) -> None:
+    """Raise AssertionError unless all trees found the same tokens for the same requests."""
+    for tree, hits in found.items():
+        assert hits == found[_OURS], f"{tree} found other prefixes"
+
+
+def _joined(made: list[Times]) -> Times:
+    return Times(
+        [hit for times in made for hit in times.hits],
+        [seconds for times in made for seconds in times.match],
+        [seconds for times in made for seconds in times.insert],
     )
-    at: dict[str, str | int | float] = {"leaves": leaves, "edge blocks": edge}
-    for name, times in (("match", matched), ("insert", inserted), ("evict", evicted)):
-        run.add(name, times, "s", at=at)
-    goal = Goal(key="index-long", of="value", at_most=16) if edge >= 8 else Goal(key="index-short", of="value", at_most=40)
-    run.add("index", [size / (blocks * BLOCK_SIZE)], "B", at=at, goal=goal)
-
-
-def _keys(edge: int) -> Iterator[bytes]:
-    system = pack_tokens(range(SYSTEM_BLOCKS * BLOCK_SIZE), limit=1 << 26)
-    for number in range(1 << 30):
-        # Chats differ in their first block, then each goes its own way.
-        yield system + pack_tokens([number + 1000, *range(edge * BLOCK_SIZE - 1)], limit=1 << 26)
-
-
-def index_bytes(cache: Cache, space: Space) -> int:
-    """Return the bytes that the tree of `space` and the block table take: objects, keys, arrays, dictionaries, columns."""
-    stack, total = [space.tree.root], cache.residency.table.bytes + sys.getsizeof(cache.residency.nodes)
-    while stack:
-        node = stack.pop()
-        total += sys.getsizeof(node) + sys.getsizeof(node.key) + sys.getsizeof(node.blocks)
-        if node.children is not None:
-            total += sys.getsizeof(node.children) + sum(sys.getsizeof(symbol) for symbol in node.children)
-            stack.extend(node.children.values())
-    return total

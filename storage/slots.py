@@ -110,7 +110,7 @@ class SlotPool:
         taken = stack[-count:]
         taken.reverse()
         del stack[-count:]
-        numbers = np.frombuffer(taken, np.uint32)
+        numbers = np.frombuffer(taken, np.uint32).astype(np.intp)  # as an index, other widths take several times as long
         self._states[numbers] = _HELD
         self._charges[numbers] = FULL_CHARGE
         return taken.tolist()

@@ -6,6 +6,8 @@ Sans-I/O: nothing here waits, copies bytes, starts a thread or reads a clock. `t
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -19,7 +21,7 @@ from tiercache.residency import Residency, Space
 from tiercache.slots import Slots
 from tiercache.stats import Stats
 from tiercache.table import rows
-from tiercache.tree import Node, ancestry, path
+from tiercache.tree import BLOCK_IDS, Node, ancestry, path
 from tiercache.types import Tier
 
 
@@ -89,9 +91,9 @@ class Cache:
             node, total = self._readable(node)
         if charged:
             node, total = self._clip(session, node, total)
-        lease = self._lease(session, space, node, key, total, charged=charged)
+        lease, found = self._lease(session, space, node, key, total, charged=charged)
         if count:
-            self.stats.matched(len(key) // space.tree.stride, self.tiers_of(lease))
+            self.stats.matched(len(key) // space.tree.stride, found)
         return lease
 
     def covered(self, space: Space, key: bytes) -> int:
@@ -128,7 +130,7 @@ class Cache:
     def share(self, lease: Lease, session: Session) -> Lease:
         """Take a lease of `session` on what another session's `lease` covers; it is not charged for what that one pays."""
         assert not lease.released
-        shared = self._lease(session, lease.space, lease.node, lease.key, lease.blocks, charged=False)
+        shared, _ = self._lease(session, lease.space, lease.node, lease.key, lease.blocks, charged=False)
         shared.edition = lease.edition
         return shared
 
@@ -184,11 +186,11 @@ class Cache:
             at += more * stride
         else:  # it left the tree, and what followed it is gone: the lease keeps its own path and no more
             node, at = after.node, min(at, len(key) - len(key) % stride)
-        lease = self._lease(session, space, node, key, at // stride, charged=False)
+        lease, _ = self._lease(session, space, node, key, at // stride, charged=False)
         if after is not None:
             lease.edition = after.edition
         rest = key[at : len(key) - len(key) % stride]
-        reservation = Reservation(lease=lease, key=rest, blocks=self.residency.table.allocate(0), places=[], present=at // stride)
+        reservation = Reservation(lease, rest, _NO_BLOCKS, [], at // stride)
         session.reservations[reservation] = None
         if not rest:
             return reservation
@@ -218,19 +220,18 @@ class Cache:
         stride = reservation.lease.space.tree.stride
         first = reservation.committed
         self._withdraw(reservation)
+        places = reservation.places
         self.residency.table.checksum[rows(reservation.blocks[first:upto])] = checksums
-        for position, run in groupby(range(first, upto), key=lambda block: reservation.places[block][0]):
-            parent = reservation.lease.node
-            if not parent.alive:
-                break
-            numbers = list(run)
-            low, high = numbers[0], numbers[-1] + 1
+        low = first
+        while low < upto and (parent := reservation.lease.node).alive:
+            position = places[low][0]
+            high = upto if places[upto - 1][0] == position else bisect_right(places, position, low, upto, key=itemgetter(0))
             blocks = reservation.blocks[low:high]
             key = reservation.key[low * stride : high * stride]
-            slots = [slot for _, slot in reservation.places[low:high]]
+            slots = [slot for _, slot in places[low:high]]
             reservation.lease.node = self.residency.plant(parent, key, blocks, position, slots, Reason.INSERT)
             reservation.lease.blocks += len(blocks)
-            reservation.committed = high
+            reservation.committed = low = high
         if reservation.committed < len(reservation.blocks) and reservation.lease.node.alive:
             self._announce(reservation)
         self.charge(reservation.lease)
@@ -265,9 +266,8 @@ class Cache:
         """End a reservation and its lease, and return the slots that it leaves."""
         reservation.closed = True
         self._withdraw(reservation)
-        unused = reservation.blocks[reservation.committed :]
-        if len(unused):
-            self.residency.table.free(unused)
+        if reservation.committed < len(reservation.blocks):
+            self.residency.table.free(reservation.blocks[reservation.committed :])
         reservation.lease.session.reservations.pop(reservation, None)
         self.release(reservation.lease)
         for call in reservation.on_close:
@@ -337,21 +337,19 @@ class Cache:
 
     # --- inside -------------------------------------------------------------------------------------------------------------
 
-    def _lease(self, session: Session, space: Space, node: Node, key: bytes, blocks: int, *, charged: bool) -> Lease:
-        lease = Lease(
-            session=session,
-            space=space,
-            node=node,
-            key=key,
-            blocks=blocks,
-            charge=[0] * len(self.tiers),
-            charged=charged,
-            edition=space.edition,
-        )
-        self.residency.hold(ancestry(node))
+    def _lease(
+        self, session: Session, space: Space, node: Node, key: bytes, blocks: int, *, charged: bool
+    ) -> tuple[Lease, dict[int, int]]:
+        """Return a new lease on the path to `node`, and its blocks by the position of their tag."""
+        found = self.residency.hold(node)
+        charge = [0] * len(self.tiers)
+        lease = Lease(session, space, node, key, blocks, charge, charged, edition=space.edition)
         session.leases[lease] = None
-        self._recharge(lease)
-        return lease
+        if charged:
+            for position, count in found.items():
+                charge[position] = count
+                session.leased[position] += count
+        return lease, found
 
     def _recharge(self, lease: Lease) -> None:
         if not lease.charged:
@@ -365,6 +363,11 @@ class Cache:
 
     def _clip(self, session: Session, node: Node, total: int) -> tuple[Node, int]:
         """Return the part of the path to `node` that the session may still lease, and its length in blocks."""
+        for limit, held, leased in zip(self._limits, self.residency.held, session.leased, strict=True):
+            if total + (held if held > leased else leased) > limit:
+                break
+        else:  # whichever of the two counts
+            return node, total
         room = [self.allowance(session, position) for position in range(len(self.tiers))]
         if total <= min(room):
             return node, total
@@ -410,7 +413,7 @@ class Cache:
             if not policy.admit(place, count - len(places)):
                 wanted = False
                 continue
-            places.extend((place, slot) for slot in residency.slots[place].take(count - len(places)))
+            places += [(place, slot) for slot in residency.slots[place].take(count - len(places))]
         if len(places) < count:
             reservation.refusal = self._shortage(reservation.lease, count, asked) if wanted else Refusal.NOT_ADMITTED
         reservation.places = places
@@ -452,6 +455,10 @@ class Cache:
             count += len(node.blocks)
             stack.extend((node.children or {}).values())
         return count
+
+
+_NO_BLOCKS = array(BLOCK_IDS)
+"""Of a reservation without any; nobody adds to it."""
 
 
 def _by_tier(places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:

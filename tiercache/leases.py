@@ -27,7 +27,7 @@ class Session:
         self.reservations: dict[Reservation, None] = {}
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
 class Lease:
     """A reader's claim on the path from the root to the end of `node`: none of its copies goes away.
 
@@ -75,7 +75,7 @@ class Refusal(enum.StrEnum):
     """There was no daemon that could be asked, or used; the client's `misses` say why."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
 class Reservation:
     """Slots for new blocks that come after a lease's path; they are the writer's until they are committed or given back.
 

@@ -18,6 +18,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tiercache.changes import Change, Reason
 from tiercache.policy import Payers, Policy, PolicyFactory
 from tiercache.slots import Slots
@@ -90,11 +93,12 @@ class Residency:
         The node is held once (the caller releases it): it is the caller's until the chain is complete.
         """
         node = Node(parent.space, parent, key, blocks)
-        self._register(node)
+        index = rows(blocks)
+        self._register(node, index)
         node.holds = 1
         node.copies = 1 << position
         self.held[position] += len(blocks)
-        self.table.slot[position, rows(blocks)] = slots
+        self.table.slot[position][index] = slots
         self.slots[position].own(slots)
         parent.space.tree.attach(node)
         self._count_kid(parent, position, 1)
@@ -104,7 +108,7 @@ class Residency:
     def split(self, node: Node, count: int) -> Node:
         """Cut `node` after `count` blocks and return the head; the old object stays the tail."""
         head = node.space.tree.split(node, count)
-        self._register(head)
+        self._register(head, rows(head.blocks))
         if node.newer is not None:
             tag = node.tag
             assert tag is not None
@@ -148,41 +152,67 @@ class Residency:
 
     # --- leases and transfers -------------------------------------------------------------------------------------------
 
-    def hold(self, nodes: Iterable[Node]) -> None:
-        """Count one more lease on each of `nodes`."""
-        for node in nodes:
+    def hold(self, end: Node) -> dict[int, int]:
+        """Count one more lease on the path from `end` up to the root, and return its blocks by the position of their tag."""
+        withheld = end.space.policy.withheld
+        found: dict[int, int] = {}
+        copies = tag = blocks = 0  # of the run of nodes that are in the same tiers: mostly the whole path
+        node, parent = end, end.parent
+        while parent is not None:
+            if node.copies != copies:
+                if copies:
+                    found[tag] = found.get(tag, 0) + blocks
+                copies, blocks = node.copies, 0
+                tag = (copies & -copies).bit_length() - 1
+            blocks += len(node.blocks)
             node.holds += 1
             if node.holds == 1:
-                self._count_held(node, 1)
-            if node.holds == 1 and node.alive:
-                if node.newer is not None:
-                    tag = node.tag
-                    assert tag is not None
-                    node.space.policy.withheld(node, tag)
-                if node.copies & (node.copies - 1):
-                    self._refresh(node)
+                if copies:
+                    self.held[tag] += len(node.blocks)
+                if node.alive:
+                    if node.newer is not None:
+                        withheld(node, tag)
+                    if copies & (copies - 1):
+                        self._refresh(node)
+            node, parent = parent, parent.parent
+        if copies:
+            found[tag] = found.get(tag, 0) + blocks
+        return found
 
     def release(self, end: Node, stop: Node | None = None) -> None:
         """Take back one lease on the path from `end` up to the root, or to `stop`, which keeps its own.
 
         From the end towards the root, so that ancestors are offered after their descendants.
         """
-        self._stamp += 1
-        stamp = self._stamp
-        for node in ancestry(end):
+        self._stamp = stamp = self._stamp + 1
+        space = end.space
+        offered = space.policy.offered
+        announced = 0  # bit set of the positions where the namespace was made known: once is enough
+        node, parent = end, end.parent
+        while parent is not None:
             if node is stop:
                 return
             assert node.holds > 0
-            if node.holds == 1:
-                self._count_held(node, -1)
             node.holds -= 1
             if node.holds == 0:
+                copies = node.copies
+                lowest = copies & -copies
+                tag = lowest.bit_length() - 1
+                if copies:
+                    self.held[tag] -= len(node.blocks)
                 node.used = stamp
                 if node.alive:
-                    self._offer(node)
+                    assert copies
+                    offered(node, tag)
+                    if not announced & lowest:
+                        announced |= lowest
+                        self.payers.announce(space.number, space.policy, tag)
+                    if copies != lowest:
+                        self._refresh(node)
                 elif node.moves == 0:
                     self.buried_held -= 1
                     self._bury(node)
+            node, parent = parent, parent.parent
 
     def begin_move(self, nodes: Iterable[Node], to: int | None) -> None:
         """Count one more transfer on each of `nodes`; with `to`, they are on their way into that tier."""
@@ -301,14 +331,14 @@ class Residency:
 
     # --- the books ------------------------------------------------------------------------------------------------------
 
-    def _register(self, node: Node) -> None:
+    def _register(self, node: Node, index: NDArray[np.intp]) -> None:
         if self._numbers:
             node.number = self._numbers.pop()
             self.nodes[node.number] = node
         else:
             node.number = len(self.nodes)
             self.nodes.append(node)
-        self.table.owner[rows(node.blocks)] = node.number
+        self.table.owner[index] = node.number
 
     def _bury(self, node: Node) -> None:
         for position in range(len(self.tiers)):

@@ -13,9 +13,12 @@ NOWHERE = -1
 _FIRST_ROWS = 256
 
 
-def rows(blocks: array[int]) -> NDArray[np.int32]:
-    """Return block ids as an index into the table's columns, without a copy."""
-    return np.frombuffer(blocks, dtype=np.int32) if len(blocks) else np.empty(0, dtype=np.int32)
+def rows(blocks: array[int]) -> NDArray[np.intp]:
+    """Return block ids as an index into the table's columns.
+
+    As machine words: numpy takes an index of another width five times as long, since it converts it in pieces.
+    """
+    return np.frombuffer(blocks, dtype=np.int32).astype(np.intp) if len(blocks) else np.empty(0, dtype=np.intp)
 
 
 class BlockTable:

@@ -38,7 +38,7 @@ def test_a_release_may_stop_where_another_lease_goes_on() -> None:
     house.put([1, 2, 3, 4])
     residency = house.cache.residency
     top, end = house.node([1, 2]), house.node([1, 2, 3, 4])
-    residency.hold([end, top])
+    residency.hold(end)
     residency.release(end, stop=top)
 
     assert (end.holds, top.holds) == (0, 1)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("bench", "kernels", "service", "storage")
 """The root's folders that are packages of `tiercache`, each with a link in it."""
 
-_SKIPPED = {".git", ".hypothesis", ".venv", "build", "dist", "shared", "htmlcov"}
+_SKIPPED = {".git", ".hypothesis", ".venv", ".venv-sglang", "build", "dist", "shared", "htmlcov"}
 
 
 def pyproject() -> dict[str, Any]:
