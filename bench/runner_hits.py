@@ -161,7 +161,7 @@ class Hits:
                 at: dict[str, str | int | float] = {"tokens": tokens, "KV from": place.name, "cache": setting.name}
                 alone = Spread.of([alone for _, alone in pairs])
                 self._run.add("first token", [hit for hit, _ in pairs], "s", at=at, reference=Reference(KV_IN_RAM, alone))
-                found.append(_Added(at, [hit - alone for hit, alone in pairs], size, memcpy.reference, place))
+                found.append(_Added(at, _by_rank(pairs), size, memcpy.reference, place))
                 if place.tier is Tier.DRAM:
                     self._run.add("first token", [alone for _, alone in pairs], "s", at={**at, "KV from": "RAM", "cache": "none"})
         return found
@@ -196,6 +196,16 @@ class Hits:
 
     def _prefix(self, tokens: int, number: int) -> list[int]:
         return self._subject.prompt(1000 * tokens + number, tokens)
+
+
+def _by_rank(pairs: Sequence[tuple[float, float]]) -> list[float]:
+    """Return how much longer each hit took than the pass of the same rank.
+
+    Passes differ among each other by more than a hit adds, so the difference of a pair is mostly that of two passes. Both were
+    taken in turns and had the same disturbances: the fastest is compared with the fastest, the median with the median.
+    """
+    hits, passes = (sorted(column) for column in zip(*pairs, strict=True))
+    return [hit - alone for hit, alone in zip(hits, passes, strict=True)]
 
 
 def _sum(name: str, times: float, size: int, rates: Sequence[float], more: float, drift: float) -> Reference:

@@ -61,8 +61,8 @@ def _at(tokens: int, place: str, cache: str) -> dict[str, str | int | float]:
 
 async def hits(run: Run, one: Subject, caches: tuple[str, ...]) -> None:
     """Measure what hits add."""
-    some = Plan(run.pick((64, 128), LENGTHS), run.pick(2, 5), run.pick(2, 11))
-    few = Plan(run.pick((64,), (GOAL_TOKENS,)), run.pick(2, 5), run.pick(2, 11))
+    some = Plan(run.pick((64, 128), LENGTHS), rounds=run.pick(2, 5), rounds_at_goal=run.pick(2, 15))
+    few = Plan(run.pick((64,), (GOAL_TOKENS,)), rounds=run.pick(2, 5), rounds_at_goal=run.pick(2, 15))
     kv = one.computed(some.lengths[-1])
     settings = (
         Setting(DAEMON, Beside, run.folder / "daemon", some),
