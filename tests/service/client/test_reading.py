@@ -64,6 +64,26 @@ async def test_a_slot_that_was_given_away_is_not_handed_out(fake: FakeDaemon, wh
             assert client.stats().misses == {"lost": 1} and fake.count(wire.Distrust) == 0
 
 
+async def test_a_slot_that_changes_under_its_copy_is_not_handed_out(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody writes where he may not: the generation stays, and the checksum is the guard."""
+    fake.holds(TOKENS, [0, 1, 2, 3])
+
+    def torn(blocks: Bytes, into: Bytes) -> None:
+        half = len(into) // 2
+        copy_run(blocks[:, :half], into[:half])
+        fake.slots[2][half:] = 0xEE
+        copy_run(blocks[:, half:], into[half:])
+
+    monkeypatch.setattr(copies, "copy_run", torn)
+    async with connect(fake.address) as client:
+        kv = await client.open(SPACE, SPEC)
+        async with kv.match(TOKENS) as hit:
+            given = await hit.gather()
+
+            assert given.shape[2] == 2 * SIZE and is_exact(given, TOKENS)
+            assert client.stats().misses == {"checksum": 1}
+
+
 async def test_a_layer_of_a_slot_that_was_given_away_is_an_error(fake: FakeDaemon) -> None:
     """After its check: layers of one hit have the same tokens, so nothing is handed out. `view` says so, too."""
     fake.holds(TOKENS, [0, 1, 2, 3])
