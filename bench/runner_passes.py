@@ -1,7 +1,7 @@
 """How long a model computes, so that what is around its passes can be told from them.
 
-Passes of the same work differ among each other by several percent on a machine that is shared, more than a cache takes. What a cache
-adds to them lies outside: matching and copying before the pass, inserting after the last one.
+Passes of the same work differ among each other by several percent on a machine that is shared, more than a cache takes. What a
+cache adds to them lies outside: matching and copying before the pass, inserting after the last one.
 """
 
 from __future__ import annotations
