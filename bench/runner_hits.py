@@ -16,6 +16,7 @@ from tiercache.bench.cold import chill
 from tiercache.bench.figures import Goal, Reference, Spread
 from tiercache.bench.run import Run
 from tiercache.bench.runner_house import Beside, House, InProcess
+from tiercache.bench.runner_passes import Passes
 from tiercache.bench.runner_subject import NEW, Subject
 from tiercache.bench.timing import quiet
 from tiercache.service.runners.hf import Runner
@@ -75,12 +76,21 @@ class _Added(NamedTuple):
     place: Place
 
 
+class _Timed(NamedTuple):
+    """Seconds to the first token behind a hit, of the same pass with its KV in RAM, and what the first one has around its pass."""
+
+    hit: float
+    alone: float
+    added: float
+
+
 class Hits:
     """The measurements of one model. `kv` is the KV of a prompt as long as the longest prefix; all prefixes have its bytes."""
 
-    def __init__(self, run: Run, subject: Subject, kv: torch.Tensor) -> None:
+    def __init__(self, run: Run, subject: Subject, passes: Passes, kv: torch.Tensor) -> None:
         self._run = run
         self._subject = subject
+        self._passes = passes
         self._kv = kv
         self._seeds = count(1 << 40)
 
@@ -152,37 +162,41 @@ class Hits:
                 room = subject.room(tokens + NEW)
                 room.kv(0, tokens).copy_(self._kv[:, :, :tokens])
                 # The first hit of a length is not counted: it makes the runner's room, and touches its memory.
-                await self._hit(runner, room, tokens, plan.of(tokens), place)
+                await self._request(runner, room, tokens, plan.of(tokens), place)
                 size = tokens * self._token_bytes
                 with self._run.beside("memcpy", lambda size=size: self._memcpy(size)) as memcpy, quiet():  # type: ignore[misc]
                     numbers = self._run.track(range(plan.of(tokens)), f"{setting.name}, {place.name}, {tokens} tokens")
-                    pairs = [await self._hit(runner, room, tokens, number, place) for number in numbers]
+                    timed = [await self._request(runner, room, tokens, number, place) for number in numbers]
                 assert not runner.faults, f"the cache failed: {runner.faults}"
                 at: dict[str, str | int | float] = {"tokens": tokens, "KV from": place.name, "cache": setting.name}
-                alone = Spread.of([alone for _, alone in pairs])
-                self._run.add("first token", [hit for hit, _ in pairs], "s", at=at, reference=Reference(KV_IN_RAM, alone))
-                found.append(_Added(at, [hit - alone for hit, alone in pairs], size, memcpy.reference, place))
+                alone = [one.alone for one in timed]
+                self._run.add(
+                    "first token", [one.hit for one in timed], "s", at=at, reference=Reference(KV_IN_RAM, Spread.of(alone))
+                )
+                found.append(_Added(at, [one.added for one in timed], size, memcpy.reference, place))
                 if place.tier is Tier.DRAM:
-                    self._run.add("first token", [alone for _, alone in pairs], "s", at={**at, "KV from": "RAM", "cache": "none"})
+                    self._run.add("first token", alone, "s", at={**at, "KV from": "RAM", "cache": "none"})
         return found
 
-    async def _hit(self, runner: Runner, room: Room, tokens: int, number: int, place: Place) -> tuple[float, float]:
-        """Return the seconds to the first token behind a prefix that hits, and those of the same pass behind `room`."""
+    async def _request(self, runner: Runner, room: Room, tokens: int, number: int, place: Place) -> _Timed:
+        """Time a request whose prefix hits, and the same pass behind `room`."""
         new = self._subject.prompt(next(self._seeds), NEW)
         room.resize(tokens)
         began = time.perf_counter()
         expected = self._subject.first_logits(new, room)
         alone = time.perf_counter() - began
+        around = alone - sum(self._passes.take())
         began = time.perf_counter()
         stream = runner.stream([*self._prefix(tokens, number), *new], max_new_tokens=1, stop_tokens=())
         await anext(stream)
         hit = time.perf_counter() - began
+        [inside] = self._passes.take()
         async for _ in stream:
             pass
         found = stream.generation
         assert found.hit == {place.tier: tokens}, f"{tokens} tokens were to be in {place.tier}, and were {found.hit}"
         assert torch.allclose(found.first_logits, expected, rtol=1e-3, atol=1e-3), "a hit gives other logits than KV in RAM"
-        return hit, alone
+        return _Timed(hit, alone, hit - inside - around)
 
     def _memcpy(self, size: int) -> list[float]:
         return [memcpy_rate(size, self._subject.spec.block_bytes, rounds=3) for _ in range(self._run.pick(1, 3))]

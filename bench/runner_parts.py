@@ -11,6 +11,7 @@ from tiercache.bench.run import Run
 from tiercache.bench.runner_hits import GOAL_TOKENS, Hits, Plan, Setting
 from tiercache.bench.runner_house import Beside, InProcess
 from tiercache.bench.runner_misses import Misses
+from tiercache.bench.runner_passes import Passes
 from tiercache.bench.runner_subject import NEW, Subject, subject
 from tiercache.service.runners.packaged import packaged_folder
 
@@ -61,8 +62,8 @@ def _at(tokens: int, place: str, cache: str) -> dict[str, str | int | float]:
 
 async def hits(run: Run, one: Subject, caches: tuple[str, ...]) -> None:
     """Measure what hits add."""
-    some = Plan(run.pick((64, 128), LENGTHS), run.pick(2, 5), run.pick(2, 11))
-    few = Plan(run.pick((64,), (GOAL_TOKENS,)), run.pick(2, 5), run.pick(2, 11))
+    some = Plan(run.pick((64, 128), LENGTHS), rounds=run.pick(2, 5), rounds_at_goal=run.pick(2, 15))
+    few = Plan(run.pick((64,), (GOAL_TOKENS,)), rounds=run.pick(2, 5), rounds_at_goal=run.pick(2, 15))
     kv = one.computed(some.lengths[-1])
     settings = (
         Setting(DAEMON, Beside, run.folder / "daemon", some),
@@ -71,14 +72,16 @@ async def hits(run: Run, one: Subject, caches: tuple[str, ...]) -> None:
     for setting in settings:
         if setting.name in caches:
             setting.folder.mkdir()
-            await Hits(run, one, kv).measure(setting)
+            with Passes(one.model) as passes:
+                await Hits(run, one, passes, kv).measure(setting)
 
 
 async def misses(run: Run, one: Subject, caches: tuple[str, ...]) -> None:
     """Measure what the cache costs when nothing hits."""
-    each = Misses(run, one, rounds=run.pick(3, 15), new=run.pick(4, 16))
-    for name, house in ((DAEMON, Beside), (PROCESS, InProcess)):
-        if name in caches:
-            folder = run.folder / f"misses {name}"
-            folder.mkdir()
-            await each.measure(Setting(name, house, folder, Plan((), 0, 0)), run.pick((48, 96), (64, 256)))
+    with Passes(one.model) as passes:
+        each = Misses(run, one, passes, rounds=run.pick(3, 15), new=run.pick(4, 16))
+        for name, house in ((DAEMON, Beside), (PROCESS, InProcess)):
+            if name in caches:
+                folder = run.folder / f"misses {name}"
+                folder.mkdir()
+                await each.measure(Setting(name, house, folder, Plan((), 0, 0)), run.pick((48, 96), (64, 256)))

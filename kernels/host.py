@@ -44,6 +44,18 @@ def copy_block(source: Bytes, into: Bytes) -> None:
     np.copyto(into, source)
 
 
+def copy_run(blocks: Bytes, into: Bytes) -> None:
+    """Copy blocks that lie one after the other, `[count, planes, unit_bytes]`, into `[planes, count * unit_bytes]`, in one call.
+
+    Raises InvalidTensor, and copies nothing, if shapes do not fit or either is not bytes.
+    """
+    shape = (blocks.shape[1], blocks.shape[0] * blocks.shape[2]) if blocks.ndim == 3 else ()
+    if into.shape != shape or blocks.dtype != np.uint8 or into.dtype != np.uint8:
+        raise InvalidTensor(f"blocks of {blocks.dtype} {blocks.shape} do not fill {into.dtype} {into.shape}")
+    count, planes, unit = blocks.shape
+    np.copyto(into.reshape(planes, count, unit), blocks.transpose(1, 0, 2))
+
+
 def copy_layer(source: Bytes, into: Bytes, layer: int, parts: int) -> None:
     """Copy the `parts` planes of one layer of a block to the same place of another block, `[planes, unit_bytes]` both.
 

@@ -151,7 +151,7 @@ class Stack:
             watermark_high=config.watermark_high,
         )
         self.writes = write_policy(config, self.cache, self.traffic)
-        self.reader = Reader(stores, workers, block_size=block_size)
+        self.reader = Reader(stores, workers, block_size=block_size, threads=config.copy_threads)
         self._sweeping: asyncio.Task[None] | None = None
         self.sweep_fault: str | None = None
         """Why comparing metadata with data does not go on; None while it does, and when it is done."""

@@ -97,6 +97,15 @@ class HostArena(VolatileStore):
         planes: Planes = slots[slot]
         return planes
 
+    def views(self, slot: int, count: int) -> Planes:
+        """Return `count` slots from `slot` on in place, `[count, planes, unit_bytes]`; terms and errors are those of `view`."""
+        self._require(slot)
+        self._require(slot + count - 1)
+        slots = self._slots
+        if slots is None:
+            raise self._is_closed()
+        return slots[slot : slot + count]
+
     def fetch(self, slot: int, identity: Identity, into: Planes) -> None:
         """Copy the block in `slot` into `into`, `[planes, unit_bytes]`, and verify the copy against `identity`.
 

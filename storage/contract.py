@@ -72,6 +72,10 @@ class Store(Protocol):
         """
         ...
 
+    def views(self, slot: int, count: int) -> Planes | None:
+        """Return `count` neighbouring slots in place, `[count, planes, unit_bytes]`, under the terms of `view`."""
+        ...
+
     def fetch(self, slot: int, identity: Identity, into: Planes) -> None:
         """Copy the block in `slot` into `into` and verify what was copied against `identity`.
 

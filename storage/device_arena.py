@@ -55,6 +55,10 @@ class DeviceArena(VolatileStore):
         self._require(slot)
         return None
 
+    def views(self, slot: int, count: int) -> Planes | None:
+        """Return None, as `view` does."""
+        return self.view(slot)
+
     def fetch(self, slot: int, identity: Identity, into: Planes) -> None:
         """Copy the block in `slot` into `into`, `[planes, unit_bytes]`, and verify what was copied.
 

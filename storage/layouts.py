@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +15,36 @@ SLOT_ALIGNMENT = 4096
 
 SlotPlanes = NDArray[np.uint8]
 """All slots as `[slots, planes, unit_bytes]` bytes, in place; `[slot]` is one block."""
+
+
+RUN_BYTES = 512 << 10
+"""How much is copied at once of blocks that are checked afterwards: little enough to be still in a processor's cache then."""
+
+
+class Placed(Protocol):
+    """Where a block lies: which tier, and which slot of it."""
+
+    @property
+    def position(self) -> int:
+        """The tier."""
+
+    @property
+    def slot(self) -> int:
+        """The slot."""
+
+
+def runs(places: Sequence[Placed], block_bytes: int) -> Iterator[tuple[int, int]]:
+    """Go through `places`, at least one, in runs of neighbouring slots of one tier, of `RUN_BYTES` or one block at most.
+
+    A run is given as its first place and the first one after it.
+    """
+    most = max(1, RUN_BYTES // block_bytes)
+    low, position, slot = 0, places[0].position, places[0].slot
+    for high, place in enumerate(places):
+        if high - low == most or place.slot != slot + high - low or place.position != position:
+            yield low, high
+            low, position, slot = high, place.position, place.slot
+    yield low, len(places)
 
 
 def block_first_slot_bytes(geometry: Geometry) -> int:

@@ -1,15 +1,22 @@
-"""How readers and writers get at slots: copies between slots and the client's own memory, verified as they leave a slot."""
+"""How readers and writers get at slots: copies between slots and the client's own memory, verified as they leave a slot.
+
+A block is verified in its slot, right after its copy: there it is one run and in the processor's cache, which its copy, in planes
+far apart, is not. A slot that changed before its copy or under it is still another one after it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tiercache.errors import Untrusted
-from tiercache.kernels.host import Bytes, gather_tokens, scatter_tokens
-from tiercache.storage.checksum import checksum, verify
+from tiercache.kernels.host import Bytes, copy_run, scatter_tokens
+from tiercache.storage.checksum import checksum
 from tiercache.storage.contract import Planes, Store
-from tiercache.storage.workers import Lane, Workers
+from tiercache.storage.layouts import runs
+from tiercache.storage.workers import Lane, Workers, in_parts
+
+SHARE = 4 << 20
+"""Bytes; below it one thread is done before a second one would begin."""
 
 
 class Place(NamedTuple):
@@ -26,9 +33,10 @@ class Reader:
     The caller holds a lease on what it reads and a reservation on what it writes.
     """
 
-    def __init__(self, stores: Sequence[Store], workers: Workers, *, block_size: int) -> None:
+    def __init__(self, stores: Sequence[Store], workers: Workers, *, block_size: int, threads: int = 1) -> None:
         self._stores = stores
         self._workers = workers
+        self._threads = threads
         self._block_size = block_size
         self._token_bytes = stores[0].geometry.unit_bytes // block_size
 
@@ -39,8 +47,23 @@ class Reader:
         return view
 
     async def gather(self, places: Sequence[Place], into: Bytes) -> int:
-        """Copy blocks one after the other into `into`, verify every copy, and return how many leading ones are good."""
-        return await self._workers.run(Lane.COPY, self._gather, places, into)
+        """Copy blocks one after the other into `into`, verify each, and return how many leading ones are good.
+
+        In as many threads as it is worth; all have ended when this returns or raises.
+        """
+        unit = self._stores[0].geometry.unit_bytes
+
+        async def part(low: int, high: int) -> int | None:
+            good = await self._workers.run(Lane.COPY, self._gather, places[low:high], into[:, low * unit : high * unit])
+            return None if low + good == high else low + good
+
+        parts = min(self._threads, into.nbytes // SHARE)
+        for _, bad in await in_parts(len(places), parts, part):
+            if isinstance(bad, BaseException):
+                raise bad
+            if bad is not None:
+                return bad
+        return len(places)
 
     async def verify(self, places: Sequence[Place]) -> int:
         """Check blocks where they lie and return how many leading ones are good."""
@@ -61,16 +84,22 @@ class Reader:
         """Return the checksums of slots that a writer filled in place."""
         return await self._workers.run(Lane.COPY, self._seal, places)
 
+    def _views(self, place: Place, count: int) -> Planes:
+        views = self._stores[place.position].views(place.slot, count)
+        assert views is not None, "only memory is read in place"
+        return views
+
     # --- on worker threads ------------------------------------------------------------------------------------------------
 
     def _gather(self, places: Sequence[Place], into: Bytes) -> int:
-        unit = self._block_size * self._token_bytes
-        for number, place in enumerate(places):
-            gather_tokens(self.view(place), into, number * self._block_size, token_bytes=self._token_bytes)
-            try:
-                verify(into[:, number * unit : (number + 1) * unit], place.checksum, f"slot {place.slot}")
-            except Untrusted:
-                return number
+        geometry = self._stores[0].geometry
+        unit = geometry.unit_bytes
+        for low, high in runs(places, geometry.block_bytes):
+            blocks = self._views(places[low], high - low)
+            copy_run(blocks, into[:, low * unit : high * unit])
+            for number in range(low, high):
+                if checksum(blocks[number - low]) != places[number].checksum:
+                    return number
         return len(places)
 
     def _verify(self, places: Sequence[Place]) -> int:
@@ -80,10 +109,11 @@ class Reader:
         return len(places)
 
     def _layer(self, places: Sequence[Place], layer: int, into: Bytes) -> None:
-        parts = self._stores[0].geometry.parts
-        for number, place in enumerate(places):
-            block = self.view(place)[layer * parts : (layer + 1) * parts]
-            gather_tokens(block, into, number * self._block_size, token_bytes=self._token_bytes)
+        geometry = self._stores[0].geometry
+        unit, first = geometry.unit_bytes, layer * geometry.parts
+        for low, high in runs(places, geometry.parts * unit):
+            blocks = self._views(places[low], high - low)[:, first : first + geometry.parts]
+            copy_run(blocks, into[:, low * unit : high * unit])
 
     def _scatter(self, tensor: Bytes, first: int, places: Sequence[Place]) -> list[int]:
         sums: list[int] = []

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -266,6 +266,22 @@ def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
         if isinstance(error, StopIteration):  # a future refuses it, and who waits would wait for ever
             error = TierCacheError(f"the call raised {error!r}")
         future.set_exception(error)
+
+
+async def in_parts(count: int, parts: int, work: Callable[[int, int], Awaitable[T]]) -> list[tuple[int, T | BaseException]]:
+    """Await `work(low, high)` for about equal parts of `count` things at once; return where each begins and what came of it.
+
+    All have ended when this returns: when one fails, the others may still be writing.
+    """
+    step = -(-count // max(1, min(parts, count)))
+    ranges = [(low, min(low + step, count)) for low in range(0, count, step)]
+    if len(ranges) == 1:  # no task for what is one call
+        try:
+            return [(0, await work(0, count))]
+        except Exception as error:  # noqa: BLE001 - whoever asked looks at it, as at those of several parts
+            return [(0, error)]
+    found = await asyncio.gather(*(work(low, high) for low, high in ranges), return_exceptions=True)
+    return [(low, one) for (low, _), one in zip(ranges, found, strict=True)]
 
 
 class InlineWorkers:

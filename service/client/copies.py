@@ -1,8 +1,9 @@
 """Copies between mapped slots and the client's own memory, on worker threads.
 
 A slot that the daemon gives to somebody else gets its next generation first. So a copy is the block that was asked for if the
-generation is the expected one *after* it; that it was so before only saves the copy. The checksum is the guard against
-everything else.
+generation is the expected one *after* it. The checksum is the guard against everything else: it is computed after the copy too, in
+the slot, where the block is one run and still in the processor's cache. A slot that changed before its copy or under it, and kept
+its generation, is still another one after it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tiercache.kernels.host import Bytes, copy_block, scatter_tokens
+from tiercache.kernels.host import Bytes, copy_run, scatter_tokens
 from tiercache.service.client.mapping import Arena
 from tiercache.service.wire import Place, place_table
 from tiercache.storage.checksum import checksum
+from tiercache.storage.layouts import runs
 
 LOST = "lost"
 ROTTEN = "checksum"
@@ -36,32 +38,28 @@ def require_places(arenas: Sequence[Arena], packed: bytes) -> None:
 
 
 def gather(arenas: Sequence[Arena], places: Sequence[Place], into: Bytes) -> tuple[int, str | None]:
-    """Copy blocks one after the other into `into`, `[planes, len(places) * unit_bytes]`, and verify every copy.
+    """Copy blocks one after the other into `into`, `[planes, len(places) * unit_bytes]`, and verify each.
 
     Returns how many leading ones are good, and why the next one is not.
     """
     unit = into.shape[1] // len(places)
-    for number, place in enumerate(places):
-        if not is_there(arenas, place):
-            return number, LOST
-        copy = into[:, number * unit : (number + 1) * unit]
-        copy_block(arenas[place.position].slots[place.slot], copy)
-        found = checksum(copy)
-        if not is_there(arenas, place):
-            return number, LOST
-        if found != place.checksum:
-            return number, ROTTEN
+    for low, high in runs(places, len(into) * unit):
+        first = places[low]
+        blocks = arenas[first.position].slots[first.slot : first.slot + high - low]
+        copy_run(blocks, into[:, low * unit : high * unit])
+        for number in range(low, high):
+            reason = _fault(arenas, places[number], blocks[number - low])
+            if reason is not None:
+                return number, reason
     return len(places), None
 
 
 def verify(arenas: Sequence[Arena], places: Sequence[Place]) -> tuple[int, str | None]:
     """Check blocks where they lie; returns as `gather` does."""
     for number, place in enumerate(places):
-        found = checksum(arenas[place.position].slots[place.slot])
-        if not is_there(arenas, place):
-            return number, LOST
-        if found != place.checksum:
-            return number, ROTTEN
+        reason = _fault(arenas, place, arenas[place.position].slots[place.slot])
+        if reason is not None:
+            return number, reason
     return len(places), None
 
 
@@ -72,9 +70,19 @@ def layer(arenas: Sequence[Arena], places: Sequence[Place], low: int, into: Byte
     """
     unit = into.shape[1] // len(places)
     high = low + len(into)
-    for number, place in enumerate(places):
-        copy_block(arenas[place.position].slots[place.slot][low:high], into[:, number * unit : (number + 1) * unit])
+    for first, end in runs(places, len(into) * unit):
+        place = places[first]
+        blocks = arenas[place.position].slots[place.slot : place.slot + end - first, low:high]
+        copy_run(blocks, into[:, first * unit : end * unit])
     return all(is_there(arenas, place) for place in places)
+
+
+def _fault(arenas: Sequence[Arena], place: Place, block: Bytes) -> str | None:
+    """Return why what lies in a slot is not the block that was asked for, if it is not."""
+    found = checksum(block)
+    if not is_there(arenas, place):
+        return LOST
+    return None if found == place.checksum else ROTTEN
 
 
 def scatter(tensor: Bytes, first: int, slots: Sequence[Bytes]) -> list[int]:

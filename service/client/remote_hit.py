@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from types import TracebackType
@@ -16,14 +15,12 @@ from tiercache.service import tensors, wire
 from tiercache.service.client import copies
 from tiercache.service.client.handle import Claim, House
 from tiercache.spec import KVSpec
-from tiercache.storage.workers import Lane
+from tiercache.storage.reader import SHARE
+from tiercache.storage.workers import Lane, in_parts
 from tiercache.types import Tier
 
 if TYPE_CHECKING:
     import torch
-
-_SHARE = 4 << 20
-"""Bytes; below it one thread is done before a second one would begin."""
 
 
 class RemoteHit:
@@ -264,19 +261,13 @@ class RemoteHit:
     async def _shared(self, claim: Claim, places: Sequence[wire.Place], planes: Bytes) -> tuple[int, str | None]:
         """Gather in as many threads as it is worth."""
         unit = planes.shape[1] // len(places)
-        parts = max(1, min(self._house.threads, len(places), planes.nbytes // _SHARE))
-        step = -(-len(places) // parts)
-        ranges = [(low, min(low + step, len(places))) for low in range(0, len(places), step)]
-        found = await asyncio.gather(
-            *(
-                self._house.workers.run(
-                    Lane.COPY, copies.gather, claim.arenas, places[low:high], planes[:, low * unit : high * unit]
-                )
-                for low, high in ranges
-            ),
-            return_exceptions=True,  # when one has ended the others still write
-        )
-        for (low, _), one in zip(ranges, found, strict=True):
+
+        async def part(low: int, high: int) -> tuple[int, str | None]:
+            return await self._house.workers.run(
+                Lane.COPY, copies.gather, claim.arenas, places[low:high], planes[:, low * unit : high * unit]
+            )
+
+        for low, one in await in_parts(len(places), min(self._house.threads, planes.nbytes // SHARE), part):
             if isinstance(one, BaseException) and not isinstance(one, WorkerDied):
                 raise one
             good, reason = (0, copies.DIED) if isinstance(one, BaseException) else one

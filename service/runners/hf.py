@@ -53,12 +53,22 @@ class Runner:
 
     `kv` was opened with `spec_of(model, block_size)`. An error of the cache never ends a generation: it is a miss, counted
     in `faults`. Forward passes run one after the other in a thread of the runner's own, requests may run concurrently, and the
-    event loop stays free. A pass begins with the first layer of a hit, while the layers after it are being copied. `prefetch` is
-    how long a request waits for what lies on SSD: `wait`, `best-effort` or seconds; None: as the cache was opened. A runner is an
-    async context manager; leaving it ends the thread.
+    event loop stays free. `prefetch` is how long a request waits for what lies on SSD: `wait`, `best-effort` or seconds; None: as
+    the cache was opened. With `by_layers` a pass begins with the first layer of a hit, while the layers after it are being copied;
+    without, when the hit has been copied. Each layer costs a wake-up of two threads, more than it gives where all of them are
+    copied in tens of milliseconds. A runner is an async context manager; leaving it ends the thread.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, kv: KV | None, *, block_size: int = 16, prefetch: object = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        kv: KV | None,
+        *,
+        block_size: int = 16,
+        prefetch: object = None,
+        by_layers: bool = False,
+    ) -> None:
         self.spec = spec_of(model, block_size)
         self.faults: Counter[str] = Counter()
         """How often the cache failed, by call and error, such as `layer: LeaseLost`."""
@@ -68,6 +78,7 @@ class Runner:
         self._tokenizer = tokenizer
         self._kv = kv
         self._policy = None if prefetch is None else PrefetchPolicy.of(prefetch)
+        self._by_layers = by_layers
         self._cache_argument = cache_argument(model)
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._spare: Room | None = None
@@ -182,9 +193,11 @@ class Runner:
             return logits
 
         logits = None
-        if await prefix.load(room.kv(0, prefix.promised)):
+        place = room.kv(0, prefix.promised)
+        if await (prefix.begin(place) if self._by_layers else prefix.load(place)):
             room.resize(prefix.loaded)
-            logits = await self._as_layers_come(prefix, room, compute) if prefix.loaded else await self._work(compute, room)
+            follows = self._by_layers and prefix.loaded
+            logits = await (self._as_layers_come(prefix, room, compute) if follows else self._work(compute, room))
         if logits is None:  # into the old room something may still be copied
             prefix.forget()
             room = Room(self.spec, room.capacity, device=self._model.device)

@@ -39,6 +39,12 @@ class Hit(Protocol):
     async def ready(self, within: object = None) -> int:
         """Return how many leading tokens are readable."""
 
+    async def gather(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the readable KV, of fewer tokens where a block turned out bad: the leading part of `out`, in its first tokens.
+
+        `out` has room for what was promised; only its `[tokens, kv_heads, head_dim]` of each part is contiguous.
+        """
+
     async def layer(self, layer: int, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer of the readable tokens, of fewer where a block turned out bad: the leading part of `out`.
 
@@ -93,21 +99,31 @@ class Prefix:
                 self.promised = self._hit.tokens
 
     async def load(self, out: torch.Tensor) -> bool:
-        """Copy the first layer of what is readable into `out`; `loaded` and `tiers` tell how much that is.
+        """Copy what is readable into `out`; `loaded` and `tiers` tell how much that is.
 
-        `out` is `[layers, parts, tokens, kv_heads, head_dim]`, with room for all that was promised. The other layers come with
-        `follow`. Returns False when the copy failed. `out` must not be used then: nobody says that a copy into it has ended.
+        `out` is `[layers, parts, tokens, kv_heads, head_dim]`, with room for all that was promised. Returns False when the copy
+        failed. `out` must not be used then: nobody says that a copy into it has ended.
         """
-        if self._hit is None or not self.promised:
+        hit = await self._readable()
+        if hit is None:
             return True
-        readable = 0
-        with _Counted(self._faults, "ready"):
-            readable = await self._hit.ready(self._policy)
-        if not readable:
+        with _Counted(self._faults, "gather"):
+            found = await hit.gather(out)
+            count = found.shape[2]
+            if count and found.data_ptr() != out.data_ptr():
+                out[:, :, :count].copy_(found)
+            self._count_loaded(hit, count)
+            return True
+        return False
+
+    async def begin(self, out: torch.Tensor) -> bool:
+        """Copy the first layer of what is readable into `out`, as `load` does; the other layers come with `follow`."""
+        hit = await self._readable()
+        if hit is None:
             return True
         with _Counted(self._faults, "layer"):
             # How many tokens are sound is known with the first layer, and the pass begins behind them.
-            self._count_loaded(self._hit, await _copied(self._hit, 0, out))
+            self._count_loaded(hit, await _copied(hit, 0, out))
             return True
         return False
 
@@ -148,6 +164,15 @@ class Prefix:
             return None
         with _Counted(self._faults, "insert"):
             return await self._kv.insert(tokens, kv[:, :, self.loaded :], start=self.loaded)
+        return None
+
+    async def _readable(self) -> Hit | None:
+        """Wait for what can be read, as long as the policy allows; return the hit if that is anything."""
+        if self._hit is None or not self.promised:
+            return None
+        with _Counted(self._faults, "ready"):
+            if await self._hit.ready(self._policy):
+                return self._hit
         return None
 
     def _count_loaded(self, hit: Hit, count: int) -> None:

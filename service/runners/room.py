@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from tiercache.service import tensors
 from tiercache.service.runners.layers import Arriving
 from tiercache.spec import KVSpec
 
@@ -31,7 +32,11 @@ class Room:
         layers, parts, _, heads, width = spec.shape(capacity)
         self.spec = spec
         self.capacity = capacity
-        self.memory = torch.empty((batch, layers, parts, capacity, heads, width), dtype=getattr(torch, spec.dtype), device=device)
+        shape = (batch, layers, parts, capacity, heads, width)
+        if torch.device(device).type == "cpu":
+            self.memory = tensors.new(shape, spec.dtype)
+        else:
+            self.memory = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device)
         self.cache: Any = Cache(layers=[RoomLayer(self.memory[:, layer], layer) for layer in range(layers)])
 
     @property

@@ -20,12 +20,13 @@ from tests.service.client.fake import until
 from tests.service.daemon.raw import daemon_of
 from tiercache.config import Limits
 from tiercache.errors import LeaseLost
-from tiercache.kernels.host import Bytes, copy_block
+from tiercache.kernels.host import Bytes, copy_run
 from tiercache.service.client import copies
 from tiercache.service.client.client import Client, connect
 from tiercache.service.client.connection import Connection
 from tiercache.service.client.remote_kv import RemoteKV
 from tiercache.service.daemon.daemon import Daemon
+from tiercache.storage import layouts
 
 SIZE = LARGE.block_size
 BLOCKS = 4
@@ -37,17 +38,17 @@ class Slow:
 
     def __init__(self, first: int, times: int) -> None:
         self.hold = ThreadHold(times)
-        self._plain = copy_block
+        self._plain = copy_run
         self._first = first
         self._calls = 0
 
-    def __call__(self, source: Bytes, target: Bytes) -> None:
+    def __call__(self, blocks: Bytes, target: Bytes) -> None:
         number, self._calls = self._calls, self._calls + 1
-        middle = len(source) // 2
-        self._plain(source[:middle], target[:middle])
+        middle = len(target) // 2
+        self._plain(blocks[:, :middle], target[:middle])
         if number >= self._first:
             self.hold.stand()
-        self._plain(source[middle:], target[middle:])
+        self._plain(blocks[:, middle:], target[middle:])
 
 
 @asynccontextmanager
@@ -113,7 +114,8 @@ async def test_m5_a_reader_that_is_slower_than_its_lease(
     renew = Connection.renew
     monkeypatch.setattr(Connection, "renew", lambda connection: None)  # a client that hangs in everything but its copy
     copy = slow(first, times)
-    monkeypatch.setattr(copies, "copy_block", copy)
+    monkeypatch.setattr(copies, "copy_run", copy)
+    monkeypatch.setattr(layouts, "RUN_BYTES", 1)  # a call a block
     clock = FakeClock()
     async with shared(clock) as (daemon, kv, client, others):
         for tokens in prompts:

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tiercache.errors import InvalidTensor
-from tiercache.kernels.host import ALIGNMENT, copy_block, copy_layer, empty_bytes, gather, gather_tokens, scatter, scatter_tokens
+from tiercache.kernels.host import (
+    ALIGNMENT,
+    copy_block,
+    copy_layer,
+    copy_run,
+    empty_bytes,
+    gather,
+    gather_tokens,
+    scatter,
+    scatter_tokens,
+)
 
 Bytes = NDArray[np.uint8]
 POISON = 0xA5
@@ -45,6 +55,42 @@ def test_copy_block_copies_the_block_and_nothing_beside_it(planes: int, unit: in
 
     copy_block(inside(outer, planes, unit, margin=margin), inside(target, planes, unit, margin=margin))
 
+    assert target.tobytes() == wanted.tobytes()
+
+
+@given(count=small, planes=small, unit=st.integers(1, 70), margin=st.integers(0, 3), first=st.booleans(), seed=seeds)
+def test_copy_run_puts_neighbours_one_after_the_other(
+    count: int, planes: int, unit: int, margin: int, first: bool, seed: int
+) -> None:
+    """Out of block-first memory with padding or layer-first memory, and the bytes around the target keep their poison."""
+    outer = random_bytes(seed, count, planes, unit + margin) if first else random_bytes(seed, planes, count, unit + margin)
+    blocks = (outer if first else outer.transpose(1, 0, 2))[:, :, :unit]
+    target = poisoned(planes + 2 * margin, count * unit + 2 * margin)
+    wanted = target.copy()
+    for number in range(count):
+        for plane in range(planes):
+            start = margin + number * unit
+            wanted[margin + plane, start : start + unit] = blocks[number, plane]
+
+    copy_run(blocks, inside(target, planes, count * unit, margin=margin))
+
+    assert target.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "into"),
+    [((3, 4, 8), (4, 32)), ((3, 4, 8), (1, 24)), ((1, 1, 1), (4, 8)), ((4, 8), (4, 8)), ((3, 4, 8), (4, 3, 8))],
+    ids=["more room", "one plane", "one byte", "one block", "room by blocks"],
+)
+def test_a_run_that_does_not_fill_its_room_is_refused(blocks: tuple[int, ...], into: tuple[int, ...]) -> None:
+    """numpy would stretch some of them; nothing is copied."""
+    target = poisoned(*into)
+    wanted = target.copy()
+
+    with pytest.raises(InvalidTensor):
+        copy_run(random_bytes(1, *blocks), target)
+    with pytest.raises(InvalidTensor):
+        copy_run(random_bytes(1, 3, 4, 8), np.zeros((4, 24), np.uint16))
     assert target.tobytes() == wanted.tobytes()
 
 

@@ -101,7 +101,7 @@ def test_a_store_says_what_it_is(store: Store, kind: str) -> None:
     """Tier, geometry and capacity are those it was made with; SSD alone is durable; it and a device have no view."""
     assert (store.tier, store.geometry, store.capacity) == (MAKERS[kind][0], GEOMETRY, SLOTS)
     assert store.durable == (kind == "SSD")
-    assert (store.view(0) is None) == (kind in ("SSD", "device"))
+    assert (store.view(0) is None) == (store.views(0, 2) is None) == (kind in ("SSD", "device"))
 
 
 def test_what_was_put_is_fetched_byte_for_byte(store: Store, room: Room, seed: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from tests.service.client.fake import SIZE, SPACE, SPEC, FakeDaemon, turn, until
 from tests.service.client.test_failures import TOKENS, is_exact, kv_of, raw
 from tiercache.errors import InvalidInput, InvalidTensor, LeaseLost
-from tiercache.kernels.host import Bytes, copy_block
+from tiercache.kernels.host import Bytes, copy_run
 from tiercache.service import wire
 from tiercache.service.client import copies
 from tiercache.service.client.client import connect
@@ -42,17 +42,16 @@ async def test_a_slot_that_was_given_away_is_not_handed_out(fake: FakeDaemon, wh
     """The second look at the generation decides; what comes before that block is good, and `out` says where that ends."""
     fake.holds(TOKENS, [0, 1, 2, 3])
     out = torch.full(SPEC.shape(4 * SIZE), 7.5, dtype=torch.float16)
-    plain = copy_block
 
-    def slow(source: Bytes, into: Bytes) -> None:
-        half = len(source) // 2
-        plain(source[:half], into[:half])
-        if np.shares_memory(into, out.view(torch.uint8).numpy()) and not np.array_equal(source, fake.slots[0]) and when == "during":
+    def slow(blocks: Bytes, into: Bytes) -> None:
+        half = len(into) // 2
+        copy_run(blocks[:, :half], into[:half])
+        if when == "during":
             fake.generations[2] = 1
             fake.slots[2][:] = 0xEE
-        plain(source[half:], into[half:])
+        copy_run(blocks[:, half:], into[half:])
 
-    monkeypatch.setattr(copies, "copy_block", slow)
+    monkeypatch.setattr(copies, "copy_run", slow)
     async with connect(fake.address) as client:
         kv = await client.open(SPACE, SPEC)
         async with kv.match(TOKENS) as hit:
@@ -63,6 +62,26 @@ async def test_a_slot_that_was_given_away_is_not_handed_out(fake: FakeDaemon, wh
             assert given.shape[2] == 2 * SIZE and is_exact(given, TOKENS)
             assert hit.tokens == 2 * SIZE and await hit.ready() == 2 * SIZE
             assert client.stats().misses == {"lost": 1} and fake.count(wire.Distrust) == 0
+
+
+async def test_a_slot_that_changes_under_its_copy_is_not_handed_out(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody writes where he may not: the generation stays, and the checksum is the guard."""
+    fake.holds(TOKENS, [0, 1, 2, 3])
+
+    def torn(blocks: Bytes, into: Bytes) -> None:
+        half = len(into) // 2
+        copy_run(blocks[:, :half], into[:half])
+        fake.slots[2][half:] = 0xEE
+        copy_run(blocks[:, half:], into[half:])
+
+    monkeypatch.setattr(copies, "copy_run", torn)
+    async with connect(fake.address) as client:
+        kv = await client.open(SPACE, SPEC)
+        async with kv.match(TOKENS) as hit:
+            given = await hit.gather()
+
+            assert given.shape[2] == 2 * SIZE and is_exact(given, TOKENS)
+            assert client.stats().misses == {"checksum": 1}
 
 
 async def test_a_layer_of_a_slot_that_was_given_away_is_an_error(fake: FakeDaemon) -> None:

@@ -42,12 +42,12 @@ def kv() -> FakeKV:
 
 
 @pytest.fixture
-async def runner_of(tiny_model: Any) -> AsyncIterator[Callable[[FakeKV | None], Runner]]:
+async def runner_of(tiny_model: Any) -> AsyncIterator[Callable[..., Runner]]:
     """A function that makes a runner of the tiny model on a cache; the runners are closed after the test."""
     made: list[Runner] = []
 
-    def make(kv: FakeKV | None) -> Runner:
-        made.append(Runner(tiny_model, Letters(), kv, block_size=BLOCK))
+    def make(kv: FakeKV | None, **options: Any) -> Runner:
+        made.append(Runner(tiny_model, Letters(), kv, block_size=BLOCK, **options))
         return made[-1]
 
     yield make

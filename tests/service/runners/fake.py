@@ -36,6 +36,18 @@ class FakeHit:
         self._cache.called("ready")
         return min(self.tokens, self._cache.ready_tokens)
 
+    async def gather(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        cache = self._cache
+        blocks = self._blocks[: min(self.tokens, cache.ready_tokens, cache.good_tokens) // cache.block_size]
+        if "gather" in cache.failures and out is not None:
+            out.fill_(float("nan"))  # a copy that fails leaves anything behind
+        cache.called("gather")
+        if out is None or cache.own_tensors:
+            return torch.cat([self._blocks[0][:, :, :0], *blocks], dim=2)
+        for i, block in enumerate(blocks):
+            out[:, :, i * cache.block_size : (i + 1) * cache.block_size] = block
+        return out[:, :, : len(blocks) * cache.block_size]
+
     async def layer(self, layer: int, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         cache = self._cache
         gate = cache.gates.get(layer)

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ PROMPT = [(i * 37 + 11) % 97 for i in range(23)]
 HIT = 20
 SECONDS = 30.0
 Make = Callable[[Any], Runner]
+
+
+@pytest.fixture
+def runner_of(runner_of: Callable[..., Runner]) -> Make:
+    """Runners that compute while layers come."""
+    return partial(runner_of, by_layers=True)
 
 
 class Watched:

@@ -106,7 +106,7 @@ async def test_fewer_tokens_than_promised(kv: FakeKV, runner_of: Make, ready: in
     assert kv.inserts[-1][0] == used
 
 
-@pytest.mark.parametrize("call", ["match", "ready", "layer", "release", "insert"])
+@pytest.mark.parametrize("call", ["match", "ready", "gather", "release", "insert"])
 @pytest.mark.parametrize("error", [LeaseLost, StaleHandle, Refused, Closed])
 async def test_failing_cache_is_a_miss(kv: FakeKV, runner_of: Make, call: str, error: type[Refused]) -> None:
     """A cache that fails at any call is counted, and the text is the same."""

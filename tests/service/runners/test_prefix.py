@@ -45,7 +45,7 @@ async def whole_request(kv: Broken, faults: Counter[str]) -> None:
         await prefix.insert(TOKENS, tensor)
 
 
-@pytest.mark.parametrize("call", ["match", "ready", "layer", "insert", "release"])
+@pytest.mark.parametrize("call", ["match", "ready", "gather", "insert", "release"])
 @pytest.mark.parametrize(
     "error", [AssertionError, KeyError, RuntimeError, TypeError, OSError, TimeoutError, LeaseLost], ids=lambda error: error.__name__
 )
@@ -64,7 +64,7 @@ async def test_every_failure_of_the_cache_is_a_miss(
     assert kv.leases == 0
 
 
-@pytest.mark.parametrize("call", ["match", "ready", "layer", "insert", "release"])
+@pytest.mark.parametrize("call", ["match", "ready", "gather", "insert", "release"])
 @pytest.mark.parametrize("error", [InvalidTensor("wrong"), asyncio.CancelledError(), KeyboardInterrupt()], ids=repr)
 async def test_what_is_no_failure_of_the_cache_gets_out(call: str, error: BaseException) -> None:
     """A wrong argument, a cancellation and Ctrl-C are the caller's, and no fault is counted."""

@@ -32,6 +32,11 @@ def test_room_holds_what_transformers_cache_holds(tiny_model: Any) -> None:
         assert torch.allclose(kv[1].transpose(0, 1), values[0], atol=1e-5)
 
 
+def test_memory_on_the_host_begins_on_a_page(tiny_model: Any) -> None:
+    """Rows that are copied into it begin where a copy is fastest."""
+    assert Room(spec_of(tiny_model), 32).memory.data_ptr() % 4096 == 0
+
+
 def test_inner_rows_are_contiguous(tiny_model: Any) -> None:
     """What is gathered into and inserted from is contiguous in `[tokens, kv_heads, head_dim]`, and is no copy."""
     room = Room(spec_of(tiny_model), 32)
