@@ -102,14 +102,15 @@ class SlotPool:
         if count == 0:
             return []
         self._used += FULL_CHARGE * count
-        if count == 1:
-            slot = stack.pop()
-            self._state[slot] = _HELD
-            self._charge[slot] = FULL_CHARGE
-            return [slot]
         taken = stack[-count:]
         taken.reverse()
         del stack[-count:]
+        if count <= _FEW:
+            state, charge = self._state, self._charge
+            for slot in taken:
+                state[slot] = _HELD
+                charge[slot] = FULL_CHARGE
+            return taken.tolist()
         numbers = np.frombuffer(taken, np.uint32).astype(np.intp)  # as an index, other widths take several times as long
         self._states[numbers] = _HELD
         self._charges[numbers] = FULL_CHARGE
@@ -214,10 +215,21 @@ class SlotPool:
         if len(slots) > _FEW:
             self._states[self._checked(slots, was)] = to
             return
+        state, slot = self._state, -1
+        left = iter(slots)
+        try:
+            for slot in left:
+                # A negative number would silently mean a slot counted from the end. One that is named twice is `to` by now.
+                if state[slot] != was or slot < 0:
+                    break
+                state[slot] = to
+            else:
+                return
+        except IndexError:
+            pass
+        for moved in slots[: len(slots) - len(list(left)) - 1]:
+            state[moved] = was
         self._check_few(slots, was)
-        state = self._state
-        for slot in slots:
-            state[slot] = to
 
     def _release(self, slots: SlotNumbers, was: int) -> None:
         # The generation grows before the slot is on the stack. The other way round, a reader could copy what the next owner

@@ -7,7 +7,6 @@ Sans-I/O: nothing here waits, copies bytes, starts a thread or reads a clock. `t
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -20,7 +19,6 @@ from tiercache.policy import LRU, PolicyFactory
 from tiercache.residency import Residency, Space
 from tiercache.slots import Slots
 from tiercache.stats import Stats
-from tiercache.table import rows
 from tiercache.tree import BLOCK_IDS, Node, ancestry, path
 from tiercache.types import Tier
 
@@ -54,6 +52,10 @@ class Cache:
         self.pending: dict[tuple[Node, bytes], Reservation] = {}
         """Reservations with blocks still to come, by the node they follow and their first symbol."""
         self.quarantines: set[Quarantine] = set()
+        self._writable = [
+            [place for place in range(first, len(tiers)) if not self.residency.durable[place]] for first in range(len(tiers))
+        ]
+        """For each position, those from there on that can be written in place."""
         self._limits = [max(1, int(pool.capacity * lease_share)) for pool in pools]
         self._session_number = 0
 
@@ -204,7 +206,7 @@ class Cache:
             reservation.key = b""
             return reservation
         self._take_places(reservation, len(rest) // stride, max(position, node.tag or 0))
-        if reservation.places:
+        if reservation.runs:
             self.pending[node, rest[:stride]] = reservation
         return reservation
 
@@ -215,23 +217,26 @@ class Cache:
         than `upto` when what they follow has left the tree (a delete or clear came between).
         """
         assert not reservation.closed and reservation.committed <= upto <= len(reservation.blocks)
+        assert len(checksums) == upto - reservation.committed
         if reservation.lease.stale:
             return reservation.committed  # also where it follows the root, which no clear takes away
         stride = reservation.lease.space.tree.stride
         first = reservation.committed
         self._withdraw(reservation)
-        places = reservation.places
-        self.residency.table.checksum[rows(reservation.blocks[first:upto])] = checksums
-        low = first
-        while low < upto and (parent := reservation.lease.node).alive:
-            position = places[low][0]
-            high = upto if places[upto - 1][0] == position else bisect_right(places, position, low, upto, key=itemgetter(0))
+        start = 0  # the reservation's blocks of a run are those from here to `end`
+        for position, taken in reservation.runs:
+            low, start = max(first, start), start + len(taken)
+            high = min(upto, start)
+            parent = reservation.lease.node
+            if low >= high or not parent.alive:
+                continue
             blocks = reservation.blocks[low:high]
             key = reservation.key[low * stride : high * stride]
-            slots = [slot for _, slot in places[low:high]]
-            reservation.lease.node = self.residency.plant(parent, key, blocks, position, slots, Reason.INSERT)
+            slots = taken[len(taken) - start + low : len(taken) - start + high]
+            sums = checksums[low - first : high - first]
+            reservation.lease.node = self.residency.plant(parent, key, blocks, position, slots, sums, Reason.INSERT)
             reservation.lease.blocks += len(blocks)
-            reservation.committed = low = high
+            reservation.committed = high
         if reservation.committed < len(reservation.blocks) and reservation.lease.node.alive:
             self._announce(reservation)
         self.charge(reservation.lease)
@@ -265,14 +270,14 @@ class Cache:
     def _end(self, reservation: Reservation) -> list[tuple[int, int]]:
         """End a reservation and its lease, and return the slots that it leaves."""
         reservation.closed = True
-        self._withdraw(reservation)
-        if reservation.committed < len(reservation.blocks):
+        if reservation.committed < len(reservation.blocks):  # nobody else waits for blocks, or holds any
+            self._withdraw(reservation)
             self.residency.table.free(reservation.blocks[reservation.committed :])
         reservation.lease.session.reservations.pop(reservation, None)
         self.release(reservation.lease)
         for call in reservation.on_close:
             call()
-        return reservation.places[reservation.committed :]
+        return reservation.places[reservation.committed :] if reservation.committed < len(reservation.blocks) else []
 
     # --- taking away --------------------------------------------------------------------------------------------------------
 
@@ -404,21 +409,20 @@ class Cache:
     def _take_places(self, reservation: Reservation, count: int, position: int) -> None:
         residency = self.residency
         policy = reservation.lease.space.policy
-        places: list[tuple[int, int]] = []
-        asked = [place for place in range(position, len(self.tiers)) if not residency.durable[place]]
-        wanted = True
+        asked = self._writable[position]
+        wanted, lack = True, count
         for place in asked:
-            if len(places) == count:
+            if not lack:
                 break
-            if not policy.admit(place, count - len(places)):
+            if not policy.admit(place, lack):
                 wanted = False
-                continue
-            places += [(place, slot) for slot in residency.slots[place].take(count - len(places))]
-        if len(places) < count:
+            elif slots := residency.slots[place].take(lack):
+                reservation.runs.append((place, slots))
+                lack -= len(slots)
+        if lack:
             reservation.refusal = self._shortage(reservation.lease, count, asked) if wanted else Refusal.NOT_ADMITTED
-        reservation.places = places
-        reservation.blocks = residency.table.allocate(len(places))
-        reservation.key = reservation.key[: len(places) * reservation.lease.space.tree.stride]
+            reservation.key = reservation.key[: (count - lack) * reservation.lease.space.tree.stride]
+        reservation.blocks = residency.table.allocate(count - lack)
 
     def _shortage(self, lease: Lease, count: int, asked: Sequence[int]) -> Refusal:
         """Return why the tiers at the positions `asked` have no slots for `count` blocks after those of `lease`."""

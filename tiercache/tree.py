@@ -93,20 +93,20 @@ class RadixTree:
         The walk starts below `after` (default: the root) at byte `at` of the key. When not even a first block matches, the
         node is `after` itself. Bytes after the last whole symbol are ignored.
         """
-        stride = self.stride
+        stride, begins = self.stride, key.startswith
         node = after if after is not None else self.root
-        whole = len(node.blocks)
         start, end = at, len(key) - (len(key) - at) % stride
-        while at < end and node.children is not None:
-            child = node.children.get(key[at : at + stride])
+        while at < end:
+            children = node.children
+            child = children.get(key[at : at + stride]) if children is not None else None
             if child is None:
                 break
-            size = len(child.key)
-            if not key.startswith(child.key, at):
-                count = _common(child.key, key, at, end, stride)
+            edge = child.key
+            if not begins(edge, at):
+                count = _common(edge, key, at, end, stride)
                 return child, count, (at - start) // stride + count
-            node, whole, at = child, len(child.blocks), at + size
-        return node, whole, (at - start) // stride
+            node, at = child, at + len(edge)
+        return node, len(node.blocks), (at - start) // stride
 
     def attach(self, node: Node) -> None:
         """Hang `node` under its parent, which has no child with that first symbol."""
