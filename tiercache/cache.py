@@ -19,7 +19,7 @@ from tiercache.policy import LRU, PolicyFactory
 from tiercache.residency import Residency, Space
 from tiercache.slots import Slots
 from tiercache.stats import Stats
-from tiercache.tree import BLOCK_IDS, Node, ancestry, path
+from tiercache.tree import BLOCK_IDS, Node, path
 from tiercache.types import Tier
 
 
@@ -93,9 +93,13 @@ class Cache:
             node, total = self._readable(node)
         if charged:
             node, total = self._clip(session, node, total)
-        lease, found = self._lease(session, space, node, key, total, charged=charged)
-        if count:
-            self.stats.matched(len(key) // space.tree.stride, found)
+        lease = self._lease(session, space, node, key, total, charged=charged)
+        if charged or count:
+            found = self.tiers_of(lease)
+            if charged:
+                self._charge(lease, found)
+            if count:
+                self.stats.matched(len(key) // space.tree.stride, found)
         return lease
 
     def covered(self, space: Space, key: bytes) -> int:
@@ -115,9 +119,11 @@ class Cache:
             node = lease.space.tree.root
         elif rest:
             node = self.residency.split(node, len(node.blocks) - rest)
-        self.residency.release(end, stop=node)
+        self.residency.hold(node)
+        self.residency.release(end)
         lease.node, lease.blocks = node, blocks
-        self._recharge(lease)
+        if lease.charged:
+            self._charge(lease, self.tiers_of(lease))
 
     def release(self, lease: Lease) -> None:
         """End a lease. Ending it again does nothing."""
@@ -126,13 +132,14 @@ class Cache:
         lease.released = True
         self.residency.release(lease.node)
         lease.session.leases.pop(lease, None)
-        for position, blocks in enumerate(lease.charge):
-            lease.session.leased[position] -= blocks
+        if lease.charged:
+            for position, blocks in enumerate(lease.charge):
+                lease.session.leased[position] -= blocks
 
     def share(self, lease: Lease, session: Session) -> Lease:
         """Take a lease of `session` on what another session's `lease` covers; it is not charged for what that one pays."""
         assert not lease.released
-        shared, _ = self._lease(session, lease.space, lease.node, lease.key, lease.blocks, charged=False)
+        shared = self._lease(session, lease.space, lease.node, lease.key, lease.blocks, charged=False)
         shared.edition = lease.edition
         return shared
 
@@ -149,10 +156,18 @@ class Cache:
     def tiers_of(self, lease: Lease) -> dict[int, int]:
         """Return how many of the lease's blocks have their fastest copy at each tier position."""
         found: dict[int, int] = {}
-        for node in ancestry(lease.node):
-            tag = node.tag
-            if tag is not None:
-                found[tag] = found.get(tag, 0) + len(node.blocks)
+        copies = tag = blocks = 0  # of the run of nodes that are in the same tiers: mostly the whole path
+        node, parent = lease.node, lease.node.parent
+        while parent is not None:
+            if node.copies != copies:
+                if copies:
+                    found[tag] = found.get(tag, 0) + blocks
+                copies, blocks = node.copies, 0
+                tag = (copies & -copies).bit_length() - 1
+            blocks += len(node.blocks)
+            node, parent = parent, parent.parent
+        if copies:
+            found[tag] = found.get(tag, 0) + blocks
         return found
 
     def allowance(self, session: Session, position: int) -> int:
@@ -166,8 +181,8 @@ class Cache:
 
     def charge(self, lease: Lease) -> None:
         """Charge the lease for the tiers that its blocks are in now, after a promotion."""
-        if not lease.released:
-            self._recharge(lease)
+        if lease.charged and not lease.released:
+            self._charge(lease, self.tiers_of(lease))
 
     # --- writers ----------------------------------------------------------------------------------------------------------
 
@@ -188,7 +203,7 @@ class Cache:
             at += more * stride
         else:  # it left the tree, and what followed it is gone: the lease keeps its own path and no more
             node, at = after.node, min(at, len(key) - len(key) % stride)
-        lease, _ = self._lease(session, space, node, key, at // stride, charged=False)
+        lease = self._lease(session, space, node, key, at // stride, charged=False)
         if after is not None:
             lease.edition = after.edition
         rest = key[at : len(key) - len(key) % stride]
@@ -342,29 +357,20 @@ class Cache:
 
     # --- inside -------------------------------------------------------------------------------------------------------------
 
-    def _lease(
-        self, session: Session, space: Space, node: Node, key: bytes, blocks: int, *, charged: bool
-    ) -> tuple[Lease, dict[int, int]]:
-        """Return a new lease on the path to `node`, and its blocks by the position of their tag."""
-        found = self.residency.hold(node)
-        charge = [0] * len(self.tiers)
-        lease = Lease(session, space, node, key, blocks, charge, charged, edition=space.edition)
+    def _lease(self, session: Session, space: Space, node: Node, key: bytes, blocks: int, *, charged: bool) -> Lease:
+        """Return a new lease on the path to `node`, for which nothing is charged yet."""
+        self.residency.hold(node)
+        lease = Lease(session, space, node, key, blocks, [0] * len(self.tiers), charged, edition=space.edition)
         session.leases[lease] = None
-        if charged:
-            for position, count in found.items():
-                charge[position] = count
-                session.leased[position] += count
-        return lease, found
+        return lease
 
-    def _recharge(self, lease: Lease) -> None:
-        if not lease.charged:
-            return
-        charge = [0] * len(self.tiers)
-        for position, blocks in self.tiers_of(lease).items():
+    def _charge(self, lease: Lease, found: Mapping[int, int]) -> None:
+        """Charge the lease for `found[position]` blocks of each tier, in place of what it was charged for."""
+        leased, charge = lease.session.leased, lease.charge
+        for position, before in enumerate(charge):
+            blocks = found.get(position, 0)
+            leased[position] += blocks - before
             charge[position] = blocks
-        for position, blocks in enumerate(charge):
-            lease.session.leased[position] += blocks - lease.charge[position]
-        lease.charge = charge
 
     def _clip(self, session: Session, node: Node, total: int) -> tuple[Node, int]:
         """Return the part of the path to `node` that the session may still lease, and its length in blocks."""

@@ -96,7 +96,8 @@ class Residency:
     ) -> Node:
         """Hang a new node with `blocks`, which lie in `slots` of one tier and have `checksums`, under `parent` and return it.
 
-        The node is held once (the caller releases it): it is the caller's until the chain is complete.
+        The caller's lease, which ended with the parent, ends with the new node from now on. The parent's count stays the same:
+        a child that is held has come in the lease's place.
         """
         node = Node(parent.space, parent, key, blocks)
         node.number = self._number(node)
@@ -158,39 +159,32 @@ class Residency:
 
     # --- leases and transfers -------------------------------------------------------------------------------------------
 
-    def hold(self, end: Node) -> dict[int, int]:
-        """Count one more lease on the path from `end` up to the root, and return its blocks by the position of their tag."""
-        withheld, held = end.space.policy.withheld, self.held
-        found: dict[int, int] = {}
-        copies = tag = blocks = 0  # of the run of nodes that are in the same tiers: mostly the whole path
+    def hold(self, end: Node) -> None:
+        """Count one more lease that ends with `end`. What lies above a node that is held already is held by it."""
+        withheld = end.space.policy.withheld
         node, parent = end, end.parent
         while parent is not None:
-            if node.copies != copies:
-                if copies:
-                    found[tag] = found.get(tag, 0) + blocks
-                copies, blocks = node.copies, 0
-                tag = (copies & -copies).bit_length() - 1
-            size = len(node.blocks)
-            blocks += size
             holds = node.holds
             node.holds = holds + 1
-            if not holds:
-                if copies:
-                    held[tag] += size
-                if node.alive:
-                    if node.newer is not None:
-                        withheld(node, tag)
-                    if copies & (copies - 1):
-                        self._refresh(node)
+            if holds:
+                return
+            copies = node.copies
+            lowest = copies & -copies
+            tag = lowest.bit_length() - 1
+            if copies:
+                self.held[tag] += len(node.blocks)
+            if node.alive:
+                if node.newer is not None:
+                    withheld(node, tag)
+                if copies != lowest:
+                    self._refresh(node)
             node, parent = parent, parent.parent
-        if copies:
-            found[tag] = found.get(tag, 0) + blocks
-        return found
 
-    def release(self, end: Node, stop: Node | None = None) -> None:
-        """Take back one lease on the path from `end` up to the root, or to `stop`, which keeps its own.
+    def release(self, end: Node) -> None:
+        """Take back one lease that ends with `end`.
 
-        From the end towards the root, so that ancestors are offered after their descendants.
+        From the end towards the root, up to a node that another lease holds, so that ancestors are offered after their
+        descendants.
         """
         self._stamp = stamp = self._stamp + 1
         space = end.space
@@ -198,29 +192,28 @@ class Residency:
         announced = 0  # bit set of the positions where the namespace was made known: once is enough
         node, parent = end, end.parent
         while parent is not None:
-            if node is stop:
-                return
             holds = node.holds
             assert holds > 0
             node.holds = holds - 1
-            if holds == 1:
-                copies = node.copies
-                lowest = copies & -copies
-                tag = lowest.bit_length() - 1
-                if copies:
-                    self.held[tag] -= len(node.blocks)
-                node.used = stamp
-                if node.alive:
-                    assert copies
-                    offered(node, tag)
-                    if not announced & lowest:
-                        announced |= lowest
-                        self.payers.announce(space.number, space.policy, tag)
-                    if copies != lowest:
-                        self._refresh(node)
-                elif node.moves == 0:
-                    self.buried_held -= 1
-                    self._bury(node)
+            if holds > 1:
+                return
+            copies = node.copies
+            lowest = copies & -copies
+            tag = lowest.bit_length() - 1
+            if copies:
+                self.held[tag] -= len(node.blocks)
+            node.used = stamp
+            if node.alive:
+                assert copies
+                offered(node, tag)
+                if not announced & lowest:
+                    announced |= lowest
+                    self.payers.announce(space.number, space.policy, tag)
+                if copies != lowest:
+                    self._refresh(node)
+            elif node.moves == 0:
+                self.buried_held -= 1
+                self._bury(node)
             node, parent = parent, parent.parent
 
     def begin_move(self, nodes: Iterable[Node], to: int | None) -> None:

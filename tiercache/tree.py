@@ -28,8 +28,9 @@ class Node:
 
     `copies` and `arriving` are bit sets over tier positions (0 is the fastest): where the whole run is, and where a transfer
     is bringing it. `kids` packs, `KID_BITS` a tier, how many children are in or on their way into that tier. `holds` counts the
-    leases through this node, `moves` the transfers of it; while one of them is above zero the node loses no copy. `matches`
-    counts readers for who wants to know them. `older` and `newer` are the links of the eviction order of the node's fastest tier.
+    leases that end here and the children that are held, so that it is above zero all the way up from a lease's end; `moves`
+    counts the transfers of it; while one of them is above zero the node loses no copy. `matches` counts readers for who wants to
+    know them. `older` and `newer` are the links of the eviction order of the node's fastest tier.
     """
 
     __slots__ = (
@@ -129,13 +130,14 @@ class RadixTree:
         """Cut `node` after its first `count` blocks and return the new head.
 
         The old object stays the tail: whoever ends at the old node's end (a lease, a reservation, a child) still does. Copies,
-        holds, moves and recency go to both halves. Neither bytes nor slots are touched.
+        moves and recency go to both halves, and both are held or neither. Neither bytes nor slots are touched.
         """
         assert 0 < count < len(node.blocks)
         cut = count * self.stride
         head = Node(node.space, node.parent, node.key[:cut], node.blocks[:count])
         head.copies, head.arriving, head.alive = node.copies, node.arriving, node.alive
-        head.holds, head.moves, head.used, head.matches = node.holds, node.moves, node.used, node.matches
+        head.holds = 1 if node.holds else 0  # the tail, where the leases still end
+        head.moves, head.used, head.matches = node.moves, node.used, node.matches
         present = node.copies | node.arriving
         position = 0
         while present:
