@@ -12,8 +12,10 @@ from tiercache.errors import AuditFailed
 from tiercache.slots import Census, SlotNumbers, SlotState
 from tiercache.storage.contract import FULL_CHARGE
 
-_FEW = 48
+_FEW = 32
 """Up to here a Python loop over bytes costs less than the fixed price of numpy's calls."""
+_FEW_MOVED = 128
+"""The same where only the state changes."""
 _FREE, _HELD, _OWNED, _QUARANTINED = (int(state) for state in SlotState)
 
 
@@ -102,14 +104,15 @@ class SlotPool:
         if count == 0:
             return []
         self._used += FULL_CHARGE * count
-        if count == 1:
-            slot = stack.pop()
-            self._state[slot] = _HELD
-            self._charge[slot] = FULL_CHARGE
-            return [slot]
         taken = stack[-count:]
         taken.reverse()
         del stack[-count:]
+        if count <= _FEW:
+            state, charge = self._state, self._charge
+            for slot in taken:
+                state[slot] = _HELD
+                charge[slot] = FULL_CHARGE
+            return taken.tolist()
         numbers = np.frombuffer(taken, np.uint32).astype(np.intp)  # as an index, other widths take several times as long
         self._states[numbers] = _HELD
         self._charges[numbers] = FULL_CHARGE
@@ -211,13 +214,24 @@ class SlotPool:
         return Census(free, held, owned, quarantined, charged, self._budget, tuple(faults))
 
     def _move(self, slots: SlotNumbers, was: int, to: int) -> None:
-        if len(slots) > _FEW:
+        if len(slots) > _FEW_MOVED:
             self._states[self._checked(slots, was)] = to
             return
+        state, slot = self._state, -1
+        left = iter(slots)
+        try:
+            for slot in left:
+                # A negative number would silently mean a slot counted from the end. One that is named twice is `to` by now.
+                if state[slot] != was or slot < 0:
+                    break
+                state[slot] = to
+            else:
+                return
+        except IndexError:
+            pass
+        for moved in slots[: len(slots) - len(list(left)) - 1]:
+            state[moved] = was
         self._check_few(slots, was)
-        state = self._state
-        for slot in slots:
-            state[slot] = to
 
     def _release(self, slots: SlotNumbers, was: int) -> None:
         # The generation grows before the slot is on the stack. The other way round, a reader could copy what the next owner
@@ -250,14 +264,15 @@ class SlotPool:
 
     def _checked(self, slots: SlotNumbers, was: int) -> NDArray[np.int64]:
         numbers = np.asarray(slots, np.int64)
-        outside = np.flatnonzero((numbers < 0) | (numbers >= self._capacity))
-        if len(outside):
-            self._require_slot(int(numbers[outside[0]]))
-        wrong = np.flatnonzero(self._states[numbers] != was)
-        if len(wrong):
-            raise self._not_in_state(int(numbers[wrong[0]]), SlotState(was).name)
+        if not len(numbers):
+            return numbers
+        if numbers.view(np.uint64).max() >= self._capacity:  # a negative number is a large one there
+            self._require_slot(int(numbers[np.flatnonzero((numbers < 0) | (numbers >= self._capacity))[0]]))
+        states = self._states[numbers]
+        if states.tobytes().count(was) != len(numbers):
+            raise self._not_in_state(int(numbers[np.flatnonzero(states != was)[0]]), SlotState(was).name)
         ordered = np.sort(numbers)
-        if np.any(ordered[1:] == ordered[:-1]):
+        if (ordered[1:] == ordered[:-1]).any():
             raise _named_twice(numbers)
         return numbers
 

@@ -74,19 +74,24 @@ def _check_structure(cache: Cache, nodes: list[Node], faults: list[str]) -> None
 def _check_claims(cache: Cache, nodes: list[Node], faults: list[str]) -> None:
     holds: Counter[int] = Counter()
     leased: Counter[tuple[int, int]] = Counter()
+    held: dict[int, Node] = {}
     for session in cache.sessions:
         for lease in session.leases:
-            for node in ancestry(lease.node):
-                holds[id(node)] += 1
+            if lease.node.parent is not None:
+                holds[id(lease.node)] += 1
+            held.update((id(node), node) for node in ancestry(lease.node))
             for position, blocks in enumerate(lease.charge):
                 leased[session.number, position] += blocks
         for position, blocks in enumerate(session.leased):
             if blocks != leased[session.number, position] or blocks < 0:
                 faults.append(f"session {session.number} is charged {blocks} blocks at {position}")
+    for node in held.values():
+        if node.parent is not None and node.parent.parent is not None:
+            holds[id(node.parent)] += 1
     for position in range(len(cache.tiers)):
-        held = sum(len(node.blocks) for node in cache.residency.nodes if node is not None and node.holds and node.tag == position)
-        if held != cache.residency.held[position]:
-            faults.append(f"{held} blocks of {cache.tiers[position]} are leased, the books say {cache.residency.held[position]}")
+        count = sum(len(node.blocks) for node in cache.residency.nodes if node is not None and node.holds and node.tag == position)
+        if count != cache.residency.held[position]:
+            faults.append(f"{count} blocks of {cache.tiers[position]} are leased, the books say {cache.residency.held[position]}")
     moves: Counter[int] = Counter()
     for work in cache.inflight.flying.values():
         if isinstance(work, Transfer):
@@ -95,7 +100,7 @@ def _check_claims(cache: Cache, nodes: list[Node], faults: list[str]) -> None:
     buried = [node for node in cache.residency.nodes if node is not None and not node.alive]
     for node in [*nodes, *buried]:
         if node.holds != holds[id(node)]:
-            faults.append(f"{node!r} counts {node.holds} leases, there are {holds[id(node)]}")
+            faults.append(f"{node!r} counts {node.holds} leases and held children, there are {holds[id(node)]}")
         if node.moves != moves[id(node)]:
             faults.append(f"{node!r} counts {node.moves} transfers, there are {moves[id(node)]}")
     if len(buried) != cache.residency.buried_held:

@@ -7,7 +7,6 @@ Sans-I/O: nothing here waits, copies bytes, starts a thread or reads a clock. `t
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -20,8 +19,7 @@ from tiercache.policy import LRU, PolicyFactory
 from tiercache.residency import Residency, Space
 from tiercache.slots import Slots
 from tiercache.stats import Stats
-from tiercache.table import rows
-from tiercache.tree import BLOCK_IDS, Node, ancestry, path
+from tiercache.tree import BLOCK_IDS, Node, path
 from tiercache.types import Tier
 
 
@@ -54,6 +52,10 @@ class Cache:
         self.pending: dict[tuple[Node, bytes], Reservation] = {}
         """Reservations with blocks still to come, by the node they follow and their first symbol."""
         self.quarantines: set[Quarantine] = set()
+        self._writable = [
+            [place for place in range(first, len(tiers)) if not self.residency.durable[place]] for first in range(len(tiers))
+        ]
+        """For each position, those from there on that can be written in place."""
         self._limits = [max(1, int(pool.capacity * lease_share)) for pool in pools]
         self._session_number = 0
 
@@ -91,9 +93,13 @@ class Cache:
             node, total = self._readable(node)
         if charged:
             node, total = self._clip(session, node, total)
-        lease, found = self._lease(session, space, node, key, total, charged=charged)
-        if count:
-            self.stats.matched(len(key) // space.tree.stride, found)
+        lease = self._lease(session, space, node, key, total, charged=charged)
+        if charged or count:
+            found = self.tiers_of(lease)
+            if charged:
+                self._charge(lease, found)
+            if count:
+                self.stats.matched(len(key) // space.tree.stride, found)
         return lease
 
     def covered(self, space: Space, key: bytes) -> int:
@@ -113,9 +119,11 @@ class Cache:
             node = lease.space.tree.root
         elif rest:
             node = self.residency.split(node, len(node.blocks) - rest)
-        self.residency.release(end, stop=node)
+        self.residency.hold(node)
+        self.residency.release(end)
         lease.node, lease.blocks = node, blocks
-        self._recharge(lease)
+        if lease.charged:
+            self._charge(lease, self.tiers_of(lease))
 
     def release(self, lease: Lease) -> None:
         """End a lease. Ending it again does nothing."""
@@ -124,13 +132,14 @@ class Cache:
         lease.released = True
         self.residency.release(lease.node)
         lease.session.leases.pop(lease, None)
-        for position, blocks in enumerate(lease.charge):
-            lease.session.leased[position] -= blocks
+        if lease.charged:
+            for position, blocks in enumerate(lease.charge):
+                lease.session.leased[position] -= blocks
 
     def share(self, lease: Lease, session: Session) -> Lease:
         """Take a lease of `session` on what another session's `lease` covers; it is not charged for what that one pays."""
         assert not lease.released
-        shared, _ = self._lease(session, lease.space, lease.node, lease.key, lease.blocks, charged=False)
+        shared = self._lease(session, lease.space, lease.node, lease.key, lease.blocks, charged=False)
         shared.edition = lease.edition
         return shared
 
@@ -147,10 +156,18 @@ class Cache:
     def tiers_of(self, lease: Lease) -> dict[int, int]:
         """Return how many of the lease's blocks have their fastest copy at each tier position."""
         found: dict[int, int] = {}
-        for node in ancestry(lease.node):
-            tag = node.tag
-            if tag is not None:
-                found[tag] = found.get(tag, 0) + len(node.blocks)
+        copies = tag = blocks = 0  # of the run of nodes that are in the same tiers: mostly the whole path
+        node, parent = lease.node, lease.node.parent
+        while parent is not None:
+            if node.copies != copies:
+                if copies:
+                    found[tag] = found.get(tag, 0) + blocks
+                copies, blocks = node.copies, 0
+                tag = (copies & -copies).bit_length() - 1
+            blocks += len(node.blocks)
+            node, parent = parent, parent.parent
+        if copies:
+            found[tag] = found.get(tag, 0) + blocks
         return found
 
     def allowance(self, session: Session, position: int) -> int:
@@ -164,8 +181,8 @@ class Cache:
 
     def charge(self, lease: Lease) -> None:
         """Charge the lease for the tiers that its blocks are in now, after a promotion."""
-        if not lease.released:
-            self._recharge(lease)
+        if lease.charged and not lease.released:
+            self._charge(lease, self.tiers_of(lease))
 
     # --- writers ----------------------------------------------------------------------------------------------------------
 
@@ -186,7 +203,7 @@ class Cache:
             at += more * stride
         else:  # it left the tree, and what followed it is gone: the lease keeps its own path and no more
             node, at = after.node, min(at, len(key) - len(key) % stride)
-        lease, _ = self._lease(session, space, node, key, at // stride, charged=False)
+        lease = self._lease(session, space, node, key, at // stride, charged=False)
         if after is not None:
             lease.edition = after.edition
         rest = key[at : len(key) - len(key) % stride]
@@ -204,7 +221,7 @@ class Cache:
             reservation.key = b""
             return reservation
         self._take_places(reservation, len(rest) // stride, max(position, node.tag or 0))
-        if reservation.places:
+        if reservation.runs:
             self.pending[node, rest[:stride]] = reservation
         return reservation
 
@@ -215,23 +232,26 @@ class Cache:
         than `upto` when what they follow has left the tree (a delete or clear came between).
         """
         assert not reservation.closed and reservation.committed <= upto <= len(reservation.blocks)
+        assert len(checksums) == upto - reservation.committed
         if reservation.lease.stale:
             return reservation.committed  # also where it follows the root, which no clear takes away
         stride = reservation.lease.space.tree.stride
         first = reservation.committed
         self._withdraw(reservation)
-        places = reservation.places
-        self.residency.table.checksum[rows(reservation.blocks[first:upto])] = checksums
-        low = first
-        while low < upto and (parent := reservation.lease.node).alive:
-            position = places[low][0]
-            high = upto if places[upto - 1][0] == position else bisect_right(places, position, low, upto, key=itemgetter(0))
+        start = 0  # the reservation's blocks of a run are those from here to `end`
+        for position, taken in reservation.runs:
+            low, start = max(first, start), start + len(taken)
+            high = min(upto, start)
+            parent = reservation.lease.node
+            if low >= high or not parent.alive:
+                continue
             blocks = reservation.blocks[low:high]
             key = reservation.key[low * stride : high * stride]
-            slots = [slot for _, slot in places[low:high]]
-            reservation.lease.node = self.residency.plant(parent, key, blocks, position, slots, Reason.INSERT)
+            slots = taken[len(taken) - start + low : len(taken) - start + high]
+            sums = checksums[low - first : high - first]
+            reservation.lease.node = self.residency.plant(parent, key, blocks, position, slots, sums, Reason.INSERT)
             reservation.lease.blocks += len(blocks)
-            reservation.committed = low = high
+            reservation.committed = high
         if reservation.committed < len(reservation.blocks) and reservation.lease.node.alive:
             self._announce(reservation)
         self.charge(reservation.lease)
@@ -265,14 +285,14 @@ class Cache:
     def _end(self, reservation: Reservation) -> list[tuple[int, int]]:
         """End a reservation and its lease, and return the slots that it leaves."""
         reservation.closed = True
-        self._withdraw(reservation)
-        if reservation.committed < len(reservation.blocks):
+        if reservation.committed < len(reservation.blocks):  # nobody else waits for blocks, or holds any
+            self._withdraw(reservation)
             self.residency.table.free(reservation.blocks[reservation.committed :])
         reservation.lease.session.reservations.pop(reservation, None)
         self.release(reservation.lease)
         for call in reservation.on_close:
             call()
-        return reservation.places[reservation.committed :]
+        return reservation.places[reservation.committed :] if reservation.committed < len(reservation.blocks) else []
 
     # --- taking away --------------------------------------------------------------------------------------------------------
 
@@ -337,29 +357,20 @@ class Cache:
 
     # --- inside -------------------------------------------------------------------------------------------------------------
 
-    def _lease(
-        self, session: Session, space: Space, node: Node, key: bytes, blocks: int, *, charged: bool
-    ) -> tuple[Lease, dict[int, int]]:
-        """Return a new lease on the path to `node`, and its blocks by the position of their tag."""
-        found = self.residency.hold(node)
-        charge = [0] * len(self.tiers)
-        lease = Lease(session, space, node, key, blocks, charge, charged, edition=space.edition)
+    def _lease(self, session: Session, space: Space, node: Node, key: bytes, blocks: int, *, charged: bool) -> Lease:
+        """Return a new lease on the path to `node`, for which nothing is charged yet."""
+        self.residency.hold(node)
+        lease = Lease(session, space, node, key, blocks, [0] * len(self.tiers), charged, edition=space.edition)
         session.leases[lease] = None
-        if charged:
-            for position, count in found.items():
-                charge[position] = count
-                session.leased[position] += count
-        return lease, found
+        return lease
 
-    def _recharge(self, lease: Lease) -> None:
-        if not lease.charged:
-            return
-        charge = [0] * len(self.tiers)
-        for position, blocks in self.tiers_of(lease).items():
+    def _charge(self, lease: Lease, found: Mapping[int, int]) -> None:
+        """Charge the lease for `found[position]` blocks of each tier, in place of what it was charged for."""
+        leased, charge = lease.session.leased, lease.charge
+        for position, before in enumerate(charge):
+            blocks = found.get(position, 0)
+            leased[position] += blocks - before
             charge[position] = blocks
-        for position, blocks in enumerate(charge):
-            lease.session.leased[position] += blocks - lease.charge[position]
-        lease.charge = charge
 
     def _clip(self, session: Session, node: Node, total: int) -> tuple[Node, int]:
         """Return the part of the path to `node` that the session may still lease, and its length in blocks."""
@@ -404,21 +415,20 @@ class Cache:
     def _take_places(self, reservation: Reservation, count: int, position: int) -> None:
         residency = self.residency
         policy = reservation.lease.space.policy
-        places: list[tuple[int, int]] = []
-        asked = [place for place in range(position, len(self.tiers)) if not residency.durable[place]]
-        wanted = True
+        asked = self._writable[position]
+        wanted, lack = True, count
         for place in asked:
-            if len(places) == count:
+            if not lack:
                 break
-            if not policy.admit(place, count - len(places)):
+            if not policy.admit(place, lack):
                 wanted = False
-                continue
-            places += [(place, slot) for slot in residency.slots[place].take(count - len(places))]
-        if len(places) < count:
+            elif slots := residency.slots[place].take(lack):
+                reservation.runs.append((place, slots))
+                lack -= len(slots)
+        if lack:
             reservation.refusal = self._shortage(reservation.lease, count, asked) if wanted else Refusal.NOT_ADMITTED
-        reservation.places = places
-        reservation.blocks = residency.table.allocate(len(places))
-        reservation.key = reservation.key[: len(places) * reservation.lease.space.tree.stride]
+            reservation.key = reservation.key[: (count - lack) * reservation.lease.space.tree.stride]
+        reservation.blocks = residency.table.allocate(count - lack)
 
     def _shortage(self, lease: Lease, count: int, asked: Sequence[int]) -> Refusal:
         """Return why the tiers at the positions `asked` have no slots for `count` blocks after those of `lease`."""

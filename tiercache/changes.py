@@ -12,6 +12,8 @@ from tiercache.types import Tier
 class Reason(enum.Enum):
     """Why a block changed its place."""
 
+    __hash__ = object.__hash__  # that of Enum is a call in Python, and every change is counted by its reason
+
     INSERT = "insert"
     PROMOTE = "promote"
     DEMOTE = "demote"

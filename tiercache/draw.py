@@ -41,5 +41,5 @@ def _describe(node: Node, tiers: tuple[Tier, ...]) -> str:
     first = held[0] if held else "nowhere"
     more = f" (+{', '.join(held[1:])})" if len(held) > 1 else ""
     blocks = len(node.blocks)
-    lease = f"  {node.holds} lease{'s' if node.holds != 1 else ''}" if node.holds else ""
+    lease = "  leased" if node.holds else ""
     return f"[{first}]{more} {blocks} block{'s' if blocks != 1 else ''}{lease}"

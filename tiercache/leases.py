@@ -79,14 +79,14 @@ class Refusal(enum.StrEnum):
 class Reservation:
     """Slots for new blocks that come after a lease's path; they are the writer's until they are committed or given back.
 
-    `key` is the packed key of the new blocks, `places` tier position and slot of each, `present` how many blocks of the
-    prompt were already cached, `pending` how many of those after them another session is writing now.
+    `key` is the packed key of the new blocks, `runs` tier position and slots of each run of them in one tier, `present` how many
+    blocks of the prompt were already cached, `pending` how many of those after them another session is writing now.
     """
 
     lease: Lease
     key: bytes
     blocks: array[int]
-    places: list[tuple[int, int]]
+    runs: list[tuple[int, list[int]]]
     present: int
     pending: int = 0
     committed: int = 0
@@ -97,6 +97,11 @@ class Reservation:
     """The reservation that holds the pending blocks."""
     on_close: list[Callable[[], None]] = field(default_factory=list, repr=False)
     """Called when it ends, for those who wait for its blocks."""
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Tier position and slot of each block."""
+        return [(position, slot) for position, slots in self.runs for slot in slots]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,9 +18,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tiercache.changes import Change, Reason
 from tiercache.policy import Payers, Policy, PolicyFactory
 from tiercache.slots import Slots
@@ -87,18 +84,27 @@ class Residency:
 
     # --- structure ------------------------------------------------------------------------------------------------------
 
-    def plant(self, parent: Node, key: bytes, blocks: array[int], position: int, slots: Sequence[int], reason: Reason) -> Node:
-        """Hang a new node with `blocks`, which lie in `slots` of one tier, under `parent` and return it.
+    def plant(
+        self,
+        parent: Node,
+        key: bytes,
+        blocks: array[int],
+        position: int,
+        slots: Sequence[int],
+        checksums: Sequence[int],
+        reason: Reason,
+    ) -> Node:
+        """Hang a new node with `blocks`, which lie in `slots` of one tier and have `checksums`, under `parent` and return it.
 
-        The node is held once (the caller releases it): it is the caller's until the chain is complete.
+        The caller's lease, which ended with the parent, ends with the new node from now on. The parent's count stays the same:
+        a child that is held has come in the lease's place.
         """
         node = Node(parent.space, parent, key, blocks)
-        index = rows(blocks)
-        self._register(node, index)
+        node.number = self._number(node)
         node.holds = 1
         node.copies = 1 << position
         self.held[position] += len(blocks)
-        self.table.slot[position][index] = slots
+        self.table.place(blocks, position, slots, checksums, node.number)
         self.slots[position].own(slots)
         parent.space.tree.attach(node)
         self._count_kid(parent, position, 1)
@@ -108,7 +114,8 @@ class Residency:
     def split(self, node: Node, count: int) -> Node:
         """Cut `node` after `count` blocks and return the head; the old object stays the tail."""
         head = node.space.tree.split(node, count)
-        self._register(head, rows(head.blocks))
+        head.number = self._number(head)
+        self.table.owner[rows(head.blocks)] = head.number
         if node.newer is not None:
             tag = node.tag
             assert tag is not None
@@ -152,37 +159,32 @@ class Residency:
 
     # --- leases and transfers -------------------------------------------------------------------------------------------
 
-    def hold(self, end: Node) -> dict[int, int]:
-        """Count one more lease on the path from `end` up to the root, and return its blocks by the position of their tag."""
+    def hold(self, end: Node) -> None:
+        """Count one more lease that ends with `end`. What lies above a node that is held already is held by it."""
         withheld = end.space.policy.withheld
-        found: dict[int, int] = {}
-        copies = tag = blocks = 0  # of the run of nodes that are in the same tiers: mostly the whole path
         node, parent = end, end.parent
         while parent is not None:
-            if node.copies != copies:
-                if copies:
-                    found[tag] = found.get(tag, 0) + blocks
-                copies, blocks = node.copies, 0
-                tag = (copies & -copies).bit_length() - 1
-            blocks += len(node.blocks)
-            node.holds += 1
-            if node.holds == 1:
-                if copies:
-                    self.held[tag] += len(node.blocks)
-                if node.alive:
-                    if node.newer is not None:
-                        withheld(node, tag)
-                    if copies & (copies - 1):
-                        self._refresh(node)
+            holds = node.holds
+            node.holds = holds + 1
+            if holds:
+                return
+            copies = node.copies
+            lowest = copies & -copies
+            tag = lowest.bit_length() - 1
+            if copies:
+                self.held[tag] += len(node.blocks)
+            if node.alive:
+                if node.newer is not None:
+                    withheld(node, tag)
+                if copies != lowest:
+                    self._refresh(node)
             node, parent = parent, parent.parent
-        if copies:
-            found[tag] = found.get(tag, 0) + blocks
-        return found
 
-    def release(self, end: Node, stop: Node | None = None) -> None:
-        """Take back one lease on the path from `end` up to the root, or to `stop`, which keeps its own.
+    def release(self, end: Node) -> None:
+        """Take back one lease that ends with `end`.
 
-        From the end towards the root, so that ancestors are offered after their descendants.
+        From the end towards the root, up to a node that another lease holds, so that ancestors are offered after their
+        descendants.
         """
         self._stamp = stamp = self._stamp + 1
         space = end.space
@@ -190,28 +192,28 @@ class Residency:
         announced = 0  # bit set of the positions where the namespace was made known: once is enough
         node, parent = end, end.parent
         while parent is not None:
-            if node is stop:
+            holds = node.holds
+            assert holds > 0
+            node.holds = holds - 1
+            if holds > 1:
                 return
-            assert node.holds > 0
-            node.holds -= 1
-            if node.holds == 0:
-                copies = node.copies
-                lowest = copies & -copies
-                tag = lowest.bit_length() - 1
-                if copies:
-                    self.held[tag] -= len(node.blocks)
-                node.used = stamp
-                if node.alive:
-                    assert copies
-                    offered(node, tag)
-                    if not announced & lowest:
-                        announced |= lowest
-                        self.payers.announce(space.number, space.policy, tag)
-                    if copies != lowest:
-                        self._refresh(node)
-                elif node.moves == 0:
-                    self.buried_held -= 1
-                    self._bury(node)
+            copies = node.copies
+            lowest = copies & -copies
+            tag = lowest.bit_length() - 1
+            if copies:
+                self.held[tag] -= len(node.blocks)
+            node.used = stamp
+            if node.alive:
+                assert copies
+                offered(node, tag)
+                if not announced & lowest:
+                    announced |= lowest
+                    self.payers.announce(space.number, space.policy, tag)
+                if copies != lowest:
+                    self._refresh(node)
+            elif node.moves == 0:
+                self.buried_held -= 1
+                self._bury(node)
             node, parent = parent, parent.parent
 
     def begin_move(self, nodes: Iterable[Node], to: int | None) -> None:
@@ -331,14 +333,14 @@ class Residency:
 
     # --- the books ------------------------------------------------------------------------------------------------------
 
-    def _register(self, node: Node, index: NDArray[np.intp]) -> None:
+    def _number(self, node: Node) -> int:
+        """Enter the node among all nodes and return its number there."""
         if self._numbers:
-            node.number = self._numbers.pop()
-            self.nodes[node.number] = node
-        else:
-            node.number = len(self.nodes)
-            self.nodes.append(node)
-        self.table.owner[index] = node.number
+            number = self._numbers.pop()
+            self.nodes[number] = node
+            return number
+        self.nodes.append(node)
+        return len(self.nodes) - 1
 
     def _bury(self, node: Node) -> None:
         for position in range(len(self.tiers)):

@@ -117,11 +117,10 @@ def _shared(stored: Stored) -> set[bytes]:
 def _plant(cache: Cache, parent: Node, run: list[int], stored: Stored, position: int) -> Node:
     table = cache.residency.table
     blocks: array[int] = table.allocate(len(run))
-    index = rows(blocks)
-    table.checksum[index] = [stored.checksums[row] for row in run]
-    table.key[index] = np.frombuffer(b"".join(stored.keys[row] for row in run), dtype=np.uint8).reshape(-1, 32)
+    table.key[rows(blocks)] = np.frombuffer(b"".join(stored.keys[row] for row in run), dtype=np.uint8).reshape(-1, 32)
     key = b"".join(stored.symbols[row] for row in run)
-    return cache.residency.plant(parent, key, blocks, position, [stored.slots[row] for row in run], Reason.RESTORE)
+    slots, checksums = [stored.slots[row] for row in run], [stored.checksums[row] for row in run]
+    return cache.residency.plant(parent, key, blocks, position, slots, checksums, Reason.RESTORE)
 
 
 def _order(cache: Cache, nodes: list[Node], runs: list[_Run]) -> None:

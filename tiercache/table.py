@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,8 @@ from tiercache.tree import BLOCK_IDS
 
 NOWHERE = -1
 _FIRST_ROWS = 256
+_FEW = 32
+"""Up to here a loop over single items costs less than the fixed price of numpy's calls."""
 
 
 def rows(blocks: array[int]) -> NDArray[np.intp]:
@@ -48,14 +51,29 @@ class BlockTable:
 
     def allocate(self, count: int) -> array[int]:
         """Return ids for `count` new blocks, which are nowhere yet."""
-        recycled = self._free[len(self._free) - min(count, len(self._free)) :]
-        del self._free[len(self._free) - len(recycled) :]
-        fresh = count - len(recycled)
-        self._grow(self._used + fresh)
-        ids = array(BLOCK_IDS, recycled)
-        ids.extend(range(self._used, self._used + fresh))
-        self._used += fresh
+        kept = max(0, len(self._free) - count)
+        ids = array(BLOCK_IDS, self._free[kept:])
+        del self._free[kept:]
+        fresh = count - len(ids)
+        if fresh:
+            self._grow(self._used + fresh)
+            ids.extend(range(self._used, self._used + fresh))
+            self._used += fresh
         return ids
+
+    def place(self, blocks: array[int], position: int, slots: Sequence[int], checksums: Sequence[int], owner: int) -> None:
+        """Write down where new blocks lie in one tier, their checksums, and the number of the node that names them."""
+        if len(blocks) <= _FEW:
+            there, sums, owners = self.slot[position].data, self.checksum.data, self.owner.data
+            for block, slot, checksum in zip(blocks, slots, checksums, strict=True):
+                there[block] = slot
+                sums[block] = checksum
+                owners[block] = owner
+            return
+        index = rows(blocks)
+        self.slot[position][index] = slots
+        self.checksum[index] = checksums
+        self.owner[index] = owner
 
     def free(self, blocks: array[int]) -> None:
         """Give the ids back; their slots must have been taken out before."""

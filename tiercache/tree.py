@@ -28,8 +28,9 @@ class Node:
 
     `copies` and `arriving` are bit sets over tier positions (0 is the fastest): where the whole run is, and where a transfer
     is bringing it. `kids` packs, `KID_BITS` a tier, how many children are in or on their way into that tier. `holds` counts the
-    leases through this node, `moves` the transfers of it; while one of them is above zero the node loses no copy. `matches`
-    counts readers for who wants to know them. `older` and `newer` are the links of the eviction order of the node's fastest tier.
+    leases that end here and the children that are held, so that it is above zero all the way up from a lease's end; `moves`
+    counts the transfers of it; while one of them is above zero the node loses no copy. `matches` counts readers for who wants to
+    know them. `older` and `newer` are the links of the eviction order of the node's fastest tier.
     """
 
     __slots__ = (
@@ -93,20 +94,20 @@ class RadixTree:
         The walk starts below `after` (default: the root) at byte `at` of the key. When not even a first block matches, the
         node is `after` itself. Bytes after the last whole symbol are ignored.
         """
-        stride = self.stride
+        stride, begins = self.stride, key.startswith
         node = after if after is not None else self.root
-        whole = len(node.blocks)
         start, end = at, len(key) - (len(key) - at) % stride
-        while at < end and node.children is not None:
-            child = node.children.get(key[at : at + stride])
+        while at < end:
+            children = node.children
+            child = children.get(key[at : at + stride]) if children is not None else None
             if child is None:
                 break
-            size = len(child.key)
-            if not key.startswith(child.key, at):
-                count = _common(child.key, key, at, end, stride)
+            edge = child.key
+            if not begins(edge, at):
+                count = _common(edge, key, at, end, stride)
                 return child, count, (at - start) // stride + count
-            node, whole, at = child, len(child.blocks), at + size
-        return node, whole, (at - start) // stride
+            node, at = child, at + len(edge)
+        return node, len(node.blocks), (at - start) // stride
 
     def attach(self, node: Node) -> None:
         """Hang `node` under its parent, which has no child with that first symbol."""
@@ -129,13 +130,14 @@ class RadixTree:
         """Cut `node` after its first `count` blocks and return the new head.
 
         The old object stays the tail: whoever ends at the old node's end (a lease, a reservation, a child) still does. Copies,
-        holds, moves and recency go to both halves. Neither bytes nor slots are touched.
+        moves and recency go to both halves, and both are held or neither. Neither bytes nor slots are touched.
         """
         assert 0 < count < len(node.blocks)
         cut = count * self.stride
         head = Node(node.space, node.parent, node.key[:cut], node.blocks[:count])
         head.copies, head.arriving, head.alive = node.copies, node.arriving, node.alive
-        head.holds, head.moves, head.used, head.matches = node.holds, node.moves, node.used, node.matches
+        head.holds = 1 if node.holds else 0  # the tail, where the leases still end
+        head.moves, head.used, head.matches = node.moves, node.used, node.matches
         present = node.copies | node.arriving
         position = 0
         while present:

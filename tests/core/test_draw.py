@@ -13,7 +13,7 @@ def test_an_empty_tree_is_its_root() -> None:
     assert draw(House().space(), TIERS) == "root"
 
 
-def test_a_line_says_tier_blocks_copies_and_leases() -> None:
+def test_a_line_says_tier_blocks_copies_and_whether_it_is_leased() -> None:
     """Branches are drawn in the order in which they came."""
     house = House()
     house.put([1, 2], position=DRAM)
@@ -27,8 +27,8 @@ def test_a_line_says_tier_blocks_copies_and_leases() -> None:
     assert drawn == dedent(
         """\
         root
-        ├─ [HBM] (+DRAM, SSD) 2 blocks  2 leases  #1
-        │  └─ [DRAM] 1 block  1 lease  #3
+        ├─ [HBM] (+DRAM, SSD) 2 blocks  leased  #1
+        │  └─ [DRAM] 1 block  leased  #3
         └─ [HBM] 1 block  #4"""
     )
 

@@ -31,16 +31,19 @@ def test_a_leased_path_is_no_candidate_and_comes_back_from_its_end() -> None:
     assert house.space().tree.root.holds == 0, "the root is never leased"
 
 
-def test_a_release_may_stop_where_another_lease_goes_on() -> None:
-    """Shortening releases the part that is given up, and no ancestor twice."""
+def test_a_release_stops_where_another_lease_goes_on() -> None:
+    """What lies above that node is held by it, and was counted once."""
     house = House()
     house.put([1, 2])
     house.put([1, 2, 3, 4])
     residency = house.cache.residency
     top, end = house.node([1, 2]), house.node([1, 2, 3, 4])
     residency.hold(end)
-    residency.release(end, stop=top)
+    residency.hold(top)
+    both = end.holds, top.holds
+    residency.release(end)
 
+    assert both == (1, 2), "a lease that ends here, and a child that is held"
     assert (end.holds, top.holds) == (0, 1)
     assert candidates(house, HBM) == [end]
     residency.release(top)

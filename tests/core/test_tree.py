@@ -91,7 +91,8 @@ def test_a_split_keeps_the_old_object_as_the_tail() -> None:
     assert tree.root.children == {key("a"): head}
     assert head.children == {key("b"): top}
     assert top.children == {key("e"): left, key("g"): right}
-    for field in ("copies", "arriving", "holds", "moves", "used", "alive", "space"):
+    assert (head.holds, top.holds) == (1, 2), "the leases end with the tail, and a held child holds the head"
+    for field in ("copies", "arriving", "moves", "used", "alive", "space"):
         assert getattr(head, field) == getattr(top, field)
     assert (head.kids & 0xFFFFFF, head.kids >> 24) == (1, 1), "the tail is in one tier and on its way into another"
     assert tree.walk(key("abcdef")) == (left, 2, 6)

@@ -222,13 +222,13 @@ def test_a_configuration_that_cannot_be_is_one_line(tmp_path: Path) -> None:
 
 def test_a_deep_tree_stays_legible() -> None:
     """Of a branch too deep for the terminal the tier and the depth are still shown."""
-    line = "   " * 40 + "└─ [SSD] (+DRAM) 12 blocks  1 lease"
+    line = "   " * 40 + "└─ [SSD] (+DRAM) 12 blocks  leased"
 
     view = tree_view([{"namespace": "ab" * 32, "tree": f"root\n{line}"}], {}, 80)
 
     drawn = str(view.renderables[2])
     assert len(drawn) <= 80
-    assert drawn.startswith("… 41") and drawn.endswith("└─ [SSD] (+DRAM) 12 blocks  1 lease")
+    assert drawn.startswith("… 41") and drawn.endswith("└─ [SSD] (+DRAM) 12 blocks  leased")
 
 
 def test_numbers_as_people_read_them() -> None:

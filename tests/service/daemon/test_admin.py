@@ -85,7 +85,7 @@ async def test_the_tree_is_drawn(folder: Path) -> None:
         _, text = await get(daemon.path, f"/v1/tree?format=text&namespace={digest[:8]}&limit=1")
 
         [tree] = found["trees"]
-        assert tree["namespace"] == digest and "[HBM] 2 blocks  1 lease" in tree["tree"]
+        assert tree["namespace"] == digest and "[HBM] 2 blocks  leased" in tree["tree"]
         assert text.splitlines()[:2] == [digest, "root"] and "1 more nodes" in text
 
 
