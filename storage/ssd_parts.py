@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ class Part(NamedTuple):
     rotten: Untrusted | None = None
 
 
-def parts(records: Records, items: Sequence[Put], most: int) -> Iterator[Part]:
+def parts(records: Records, items: Sequence[Put], most: int) -> Generator[Part, None, None]:
     """Yield `items` in parts of at most `most`. A part is valid until the next is asked for; a rotten one is the last.
 
     Where there are several, a thread of this call's own stages ahead; it has ended when the iterator has ended or is closed, so
@@ -78,7 +78,7 @@ class _Ahead:
             return False
         return True
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Generator[Part, None, None]:
         """Yield the parts in order."""
         try:
             for _ in self._pieces:

@@ -51,7 +51,7 @@ class Writeback:
             self._idle.set()
 
     def close(self, seconds: float) -> None:
-        """End the thread; the file stays open if the disk keeps it for longer than `seconds`. May be called twice."""
+        """End the thread, and wait at most `seconds` for a disk that keeps it. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -59,8 +59,8 @@ class Writeback:
         self._wanted.set()
         if self._thread is not None:
             self._thread.join(seconds)
-        if self._thread is None or not self._thread.is_alive():
-            os.close(self._descriptor)
+        if self._thread is None:
+            os.close(self._descriptor)  # else the thread does it, when the disk gives it back
 
     def _ready(self) -> bool:
         if self._closed or _sync_file_range is None:
@@ -76,11 +76,14 @@ class Writeback:
 
     def _run(self) -> None:
         assert _sync_file_range is not None
-        while not self._closed:
-            self._wanted.wait()
-            while self._wanted.is_set() and not self._closed:
-                _sync_file_range(self._descriptor, 0, 0, _WRITE)
-                self._idle.wait(_PAUSE)
+        try:
+            while not self._closed:
+                self._wanted.wait()
+                while self._wanted.is_set() and not self._closed:
+                    _sync_file_range(self._descriptor, 0, 0, _WRITE)
+                    self._idle.wait(_PAUSE)
+        finally:
+            os.close(self._descriptor)
 
 
 def _find() -> Callable[[int, int, int, int], int] | None:
