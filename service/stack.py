@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 _WRITERS = 4
 """Threads that hand writes to the store: it does one after the other, and what waits together in one transaction."""
 
+_BATCHES = 8
+"""Write transactions in one move to the disk: while one is written the next is brought together, and one sync and one transaction
+of the metadata end them all. What a move has written is named at its end, so it is not to take much longer than a writer waits."""
 
 _SWEEP_PAUSE = 60.0
 """Seconds between two tries of a comparison of metadata with data that the disk fails, at most."""
@@ -134,7 +137,7 @@ class Stack:
             pools,
             durable=[store.tier for store in stores if store.durable],
             policy=seams.policy,
-            batch_blocks=parse_size(config.batch_bytes) // geometry.block_bytes,
+            batch_blocks=_BATCHES * parse_size(config.batch_bytes) // geometry.block_bytes,
             lease_share=config.lease_share,
         )
         copier = seams.copier(StoreCopier(stores, workers, digest=seams.digest))

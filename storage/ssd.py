@@ -42,7 +42,7 @@ class SsdTier:
         path: Path,
         *,
         codec: str = "raw",
-        batch_bytes: int = 32 * 1024 * 1024,
+        batch_bytes: int = 16 * 1024 * 1024,
         sync: bool = True,
         values: type[LmdbValues] = LmdbValues,
         metadata: type[Metadata] = Metadata,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,7 +16,8 @@ from tiercache.storage.contract import FULL_CHARGE, Outcome, Planes, Put
 from tiercache.storage.lmdb_env import translated
 from tiercache.storage.metadata import Loaded, Rows
 from tiercache.storage.ssd_layout import SsdLayout
-from tiercache.storage.ssd_records import Records, Staged
+from tiercache.storage.ssd_parts import parts
+from tiercache.storage.ssd_records import Records
 from tiercache.storage.ssd_values import LmdbValues
 from tiercache.storage.ssd_writer import Call, Reconciled, SsdWriter
 from tiercache.types import Identity, Tier
@@ -217,27 +219,17 @@ class SsdStore:
         return self._writer.close(seconds)
 
     def _put(self, call: Call, items: Sequence[Put]) -> None:
-        width = self._records.stage_bytes
-        size = max(1, self._layout.batch // width)
-        chunks = [items[first : first + size] for first in range(0, len(items), size)]
-        # One buffer for all parts: fresh memory costs a page fault for each 4 KiB.
-        buffer = np.empty((max(map(len, chunks), default=0), width), np.uint8)
-        for number, chunk in enumerate(chunks):
-            staged: list[Staged] = []
-            rotten: Untrusted | None = None
-            for place, item in enumerate(chunk):
-                try:
-                    staged.append(self._records.stage(item, buffer[place]))
-                except Untrusted as error:
-                    rotten = error
-                    break
-            last = rotten is not None or number == len(chunks) - 1
-            self._writer.put(call, staged, last=last)
-            if rotten is not None and not call.failed:
-                call.fail(1, rotten)
-            if call.failed:
-                call.fail(len(items) - len(call.outcomes), Untrusted("order", "a block before it in the chain was not stored"))
-                return
+        most = max(1, self._layout.batch // self._records.stage_bytes)
+        left = len(items)
+        with closing(parts(self._records, items, most)) as ready:
+            for staged, rotten in ready:
+                left -= len(staged)
+                self._writer.put(call, staged, last=rotten is not None or left == 0)
+                if rotten is not None and not call.failed:
+                    call.fail(1, rotten)
+                if call.failed:
+                    call.fail(len(items) - len(call.outcomes), Untrusted("order", "a block before it in the chain was not stored"))
+                    return
 
     def _check(self, slot: int) -> None:
         self._require_open()

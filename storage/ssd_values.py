@@ -15,6 +15,7 @@ import lmdb
 from tiercache.errors import Closed, StoreFull
 from tiercache.storage.lmdb_env import DATA_FILE, PAGE, PAGE_HEAD, Environment, Headroom, file_bytes, open_environment, whole_pages
 from tiercache.storage.lmdb_file import mend_values
+from tiercache.storage.writeback import Writeback
 
 _KEY_BYTES: Final = 8
 _TICK: Final = b"\xff" * _KEY_BYTES
@@ -85,6 +86,7 @@ class LmdbValues:
         self._gate = Gate()
         self._environment: Environment | None = open_environment(folder, map_bytes=self.map_bytes, sync=sync, metasync=False)
         self._headroom = Headroom(self._environment, folder, _HEADROOM_PAGES)
+        self._writeback = Writeback(folder / DATA_FILE)
 
     def read(self, key: int, copy: Callable[[memoryview], None]) -> bool:
         """Call `copy` with the value in place and return True, or return False if there is none.
@@ -119,8 +121,8 @@ class LmdbValues:
 
     def _change(self, writes: Sequence[Write], deletes: Sequence[int]) -> None:
         parts: dict[int, bytearray] = {}
-        environment = self._open()
-        with environment.begin(write=True) as transaction:
+        size = sum(len(write.data) for write in writes)
+        with self._writeback.during(size), self._open().begin(write=True) as transaction:
             for key in deletes:
                 transaction.delete(_key(key))
             for write in writes:
@@ -185,6 +187,7 @@ class LmdbValues:
         with self._gate.alone(seconds) as free:
             if free and self._environment is not None:
                 self._headroom.close()
+                self._writeback.close(seconds)
                 self._environment.close()
                 self._environment = None
             return free

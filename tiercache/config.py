@@ -106,7 +106,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The fraction of a tier that one session may lease."""
     drain_seconds: float = 30.0
     """How long closing may write down what is not on SSD yet."""
-    batch_bytes: str | int = "32 MiB"
+    batch_bytes: str | int = "16 MiB"
     """How much one write transaction of the SSD tier takes."""
     copy_threads: int = 2
     """Threads that copy between memories."""
