@@ -91,7 +91,8 @@ class Cache:
             node, total = self._clip(session, node, total)
         lease = self._lease(session, space, node, key, total, charged=charged)
         if count:
-            self.stats.matched(len(key) // space.tree.stride, self.tiers_of(lease))
+            found = dict(enumerate(lease.charge)) if charged else self.tiers_of(lease)
+            self.stats.matched(len(key) // space.tree.stride, found)
         return lease
 
     def covered(self, space: Space, key: bytes) -> int:
