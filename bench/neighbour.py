@@ -26,7 +26,7 @@ NUMBER, TOKENS = 30_000, 96
 class Period(NamedTuple):
     """What was felt."""
 
-    count: int
+    requests: int
     median: float
     p99: float
     longest: float

@@ -88,7 +88,7 @@ class Desk:
             return claim
         cache = self.stack.cache
         lease = cache.match(self.session, self.space, key)
-        found = {cache.tiers[position]: blocks for position, blocks in sorted(cache.tiers_of(lease).items())}
+        found = {cache.tiers[position]: blocks for position, blocks in enumerate(lease.charge) if blocks}
         claim = Claim(lease=lease, promotion=self.stack.traffic.promote(lease), tiers=found, request=request)
         if request is not None:
             self._claims[request] = claim

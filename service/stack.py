@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +49,8 @@ _BATCHES = 8
 """Write transactions in one move to the disk: while one is written the next is brought together, and one sync and one transaction
 of the metadata end them all. What a move has written is named at its end, so it is not to take much longer than a writer waits."""
 
+_MOST_KEPT = 4 << 20
+"""Bytes of whereabouts that are kept."""
 _SWEEP_PAUSE = 60.0
 """Seconds between two tries of a comparison of metadata with data that the disk fails, at most."""
 
@@ -85,13 +86,8 @@ class Seams:
     policy: PolicyFactory = LRU
 
 
-class Whereabouts(NamedTuple):
-    """Where blocks lie in memory, as columns: tier position, slot, the slot's generation, and the checksum of what is there."""
-
-    positions: NDArray[np.uint32]
-    slots: NDArray[np.int32]
-    generations: NDArray[np.uint32]
-    checksums: NDArray[np.uint64]
+Pack = Callable[[int, NDArray[np.int32], NDArray[np.uint32], NDArray[np.uint64]], bytes]
+"""Writes down where blocks lie: their tier's position, their slots, these slots' generations, the checksums of what is there."""
 
 
 class Stack:
@@ -113,6 +109,9 @@ class Stack:
         self.geometry = geometry
         self.block_size = block_size
         self.stores = tuple(stores)
+        self.memory = sum(1 for store in stores if not store.durable)
+        """How many tiers, from the fastest on, can be read and written in place."""
+        self._kept = 0
         self._workers = workers
         self._config = config
         self._patience = seams.patience
@@ -193,7 +192,7 @@ class Stack:
         )
         strays: list[int] = []
         for namespace, places in of.items():
-            stored = whole if len(of) == 1 else Stored(*([column[place] for place in places] for column in whole))
+            stored = whole if len(of) == 1 else whole.at(places)
             strays += restore(self.cache, namespace, len(stored.symbols[0]), stored, position)
         return strays
 
@@ -280,11 +279,6 @@ class Stack:
 
     # --- for the face -----------------------------------------------------------------------------------------------------
 
-    @property
-    def memory(self) -> int:
-        """How many tiers, from the fastest on, can be read and written in place."""
-        return sum(1 for store in self.stores if not store.durable)
-
     def position(self, tier: Tier | None) -> int:
         """Return the position of a tier; of the fastest for None."""
         return 0 if tier is None else self.cache.tiers.index(tier)
@@ -314,23 +308,29 @@ class Stack:
             count += len(node.blocks)
         return count
 
-    def whereabouts(self, lease: Lease) -> Whereabouts:
-        """Return where the leading blocks of a lease lie in memory, up to the first that does not."""
+    def whereabouts(self, lease: Lease, pack: Pack) -> bytes:
+        """Return where the leading blocks of a lease lie in memory, up to the first that does not, as `pack` writes it down.
+
+        What it wrote of a node is kept until the node's blocks lie elsewhere: one caller, one `pack`.
+        """
         residency = self.cache.residency
-        table = residency.table
-        parts: list[Whereabouts] = []
+        parts: list[bytes] = []
         for node in path(lease.node):
             tag = node.tag
-            if tag is None or tag >= self.memory or node in self.cache.residency.doubtful:
+            if tag is None or tag >= self.memory or node in residency.doubtful:
                 break
-            index = rows(node.blocks)
-            slots = table.slot[tag, index]
-            positions = np.full(len(slots), tag, np.uint32)
-            parts.append(Whereabouts(positions, slots, residency.slots[tag].generations[slots], table.checksum[index]))
-        if not parts:
-            nothing = np.empty(0, np.uint32)
-            return Whereabouts(nothing, nothing.astype(np.int32), nothing, nothing.astype(np.uint64))
-        return Whereabouts(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+            part = residency.whereabouts.get(node)
+            if part is None:
+                index = rows(node.blocks)
+                slots = residency.table.slot[tag, index]
+                part = pack(tag, slots, residency.slots[tag].generations[slots], residency.table.checksum[index])
+                if self._kept + len(part) > _MOST_KEPT:
+                    residency.whereabouts.clear()
+                    self._kept = 0
+                self._kept += len(part)  # of what was dropped since, too: a bound needs no more
+                residency.whereabouts[node] = part
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def recheck(self, lease: Lease, block: int) -> bool:
         """Check every copy in memory of block number `block` of a lease where it lies; remove the block if one fails.

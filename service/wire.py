@@ -10,6 +10,7 @@ Packed fields are little-endian: token ids 32-bit, places `PLACE_BYTES` each (`p
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -417,11 +418,12 @@ class Place(NamedTuple):
 
 
 _PLACE = np.dtype([("position", "<u4"), ("slot", "<u4"), ("generation", "<u4"), ("spare", "<u4"), ("checksum", "<u8")])
+_ONE_PLACE = struct.Struct("<IIIIQ")
 PLACE_BYTES = _PLACE.itemsize
 
 
-def pack_places(positions: Numbers, slots: Numbers, generations: Numbers, checksums: Numbers) -> bytes:
-    """Return the places of blocks, `PLACE_BYTES` each."""
+def pack_places(positions: Numbers | int, slots: Numbers, generations: Numbers, checksums: Numbers) -> bytes:
+    """Return the places of blocks, `PLACE_BYTES` each; one position may stand for all."""
     table = np.zeros(len(slots), _PLACE)
     table["position"], table["slot"] = positions, slots
     table["generation"], table["checksum"] = generations, checksums
@@ -436,6 +438,12 @@ def place_table(data: bytes) -> NDArray[np.void]:
     if len(data) % PLACE_BYTES:
         raise ValueError(f"{len(data)} bytes are no number of places of {PLACE_BYTES} bytes")
     return np.frombuffer(data, _PLACE)
+
+
+def unpack_place(data: bytes, number: int) -> Place:
+    """Return place number `number` of those that `data` packs."""
+    position, slot, generation, _, checksum = _ONE_PLACE.unpack_from(data, number * PLACE_BYTES)
+    return Place(position, slot, generation, checksum)
 
 
 def unpack_places(data: bytes) -> list[Place]:

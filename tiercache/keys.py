@@ -18,6 +18,7 @@ from tiercache.errors import InvalidTokens
 TOKEN_BYTES = 4
 MAX_TOKEN = 2**31 - 1
 ROOT_KEY = bytes(32)
+_PACKED = np.dtype("<i4")
 _BLOCK_ENCODING = b"tiercache-block-1"
 
 Digest = Callable[[bytes], bytes]
@@ -82,14 +83,15 @@ def _check_length(count: int, limit: int) -> None:
 
 def _as_array(tokens: Any) -> np.ndarray[Any, np.dtype[Any]]:
     """Return what numpy makes of an array of any library; of a torch tensor, too, without importing torch."""
-    came = f"{type(tokens).__name__} of {getattr(tokens, 'dtype', 'no dtype')}"
+    given = tokens
     try:
         if hasattr(tokens, "detach"):
-            place = ", ".join(str(getattr(tokens, name)) for name in ("layout", "device") if hasattr(tokens, name))
-            came = f"{came} ({place})"
             tokens = tokens.detach().cpu()
         return np.asarray(tokens)
     except (TypeError, ValueError, RuntimeError) as error:  # no values (meta), no such type in numpy (bfloat16), sparse
+        came = f"{type(given).__name__} of {getattr(given, 'dtype', 'no dtype')}"
+        place = ", ".join(str(getattr(given, name)) for name in ("layout", "device") if hasattr(given, name))
+        came = f"{came} ({place})" if place else came
         raise InvalidTokens(f"token ids must be a one-dimensional array of integers, not {came}: {error}", value=came) from error
 
 
@@ -99,10 +101,12 @@ def _pack_array(ids: np.ndarray[Any, np.dtype[Any]], limit: int) -> bytes:
     _check_length(ids.size, limit)
     if ids.dtype.kind not in "iu":
         raise InvalidTokens(f"token ids must be integers, not {ids.dtype}", value=str(ids.dtype))
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN):
+    # None that fits 32 bits with a sign is too large.
+    small = ids.dtype.kind == "i" and ids.dtype.itemsize <= TOKEN_BYTES
+    if ids.size and (np.minimum.reduce(ids) < 0 or not (small or np.maximum.reduce(ids) <= MAX_TOKEN)):
         place = int(np.argmax((ids < 0) | (ids > MAX_TOKEN)))
         raise _not_a_token(place, int(ids[place]))
-    return np.ascontiguousarray(ids, dtype="<i4").tobytes()
+    return (ids if ids.dtype == _PACKED else ids.astype(_PACKED)).tobytes()
 
 
 def _pack_sequence(tokens: Sequence[Any]) -> bytes:

@@ -65,6 +65,8 @@ class Residency:
         """Nodes that left the tree while a lease or a transfer held them and that still hold slots."""
         self.doubtful: set[Node] = set()
         """Those of them whose bytes failed a check: a lease's readers stop before them."""
+        self.whereabouts: dict[Node, bytes] = {}
+        """What others have written down of where a node's blocks lie; dropped in the step that changes it."""
         self.held = [0] * len(tiers)
         """Blocks under a lease, each once, by the position of their fastest tier."""
         self._policy = policy
@@ -114,6 +116,7 @@ class Residency:
     def split(self, node: Node, count: int) -> Node:
         """Cut `node` after `count` blocks and return the head; the old object stays the tail."""
         head = node.space.tree.split(node, count)
+        self.whereabouts.pop(node, None)
         head.number = self._number(head)
         self.table.owner[rows(head.blocks)] = head.number
         if node.newer is not None:
@@ -248,6 +251,7 @@ class Residency:
         """The node has a copy in `slots` of the tier from now on; a transfer brought it."""
         assert node.alive and node.arriving >> position & 1
         before = node.tag
+        self.whereabouts.pop(node, None)
         self._count_held(node, -1)
         self.table.slot[position, rows(node.blocks)] = slots
         self.slots[position].own(slots)
@@ -372,6 +376,7 @@ class Residency:
             self.held[(node.copies & -node.copies).bit_length() - 1] += step * len(node.blocks)
 
     def _clear_slots(self, node: Node, position: int) -> None:
+        self.whereabouts.pop(node, None)
         freed = self.table.slots(node.blocks, position)
         self.table.slot[position, rows(node.blocks)] = NOWHERE
         self.slots[position].hold(freed)

@@ -25,6 +25,17 @@ class Stored(NamedTuple):
     checksums: Sequence[int]
     charges: Sequence[int]
 
+    def at(self, places: Sequence[int]) -> Stored:
+        """Return the rows at `places`."""
+        return Stored(
+            slots=[self.slots[place] for place in places],
+            keys=[self.keys[place] for place in places],
+            parents=[self.parents[place] for place in places],
+            symbols=[self.symbols[place] for place in places],
+            checksums=[self.checksums[place] for place in places],
+            charges=[self.charges[place] for place in places],
+        )
+
 
 def restore(cache: Cache, namespace: bytes, stride: int, stored: Stored, position: int) -> list[int]:
     """Build the tree of a namespace from what the durable tier at `position` holds, and return the slots to discard.

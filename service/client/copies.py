@@ -32,9 +32,17 @@ def is_there(arenas: Sequence[Arena], place: Place) -> bool:
 def require_places(arenas: Sequence[Arena], packed: bytes) -> None:
     """Raise ValueError unless `packed` are places in what is mapped."""
     table = place_table(packed)
-    capacities = np.array([len(arena.generations) for arena in arenas], np.int64)
-    if (table["position"] >= len(arenas)).any() or (table["slot"] >= capacities[table["position"]]).any():
-        raise ValueError("a block lies where nothing is mapped")
+    if not len(table):
+        return
+    positions, slots = table["position"], table["slot"]
+    highest = int(np.maximum.reduce(positions))
+    if highest < len(arenas):
+        if np.maximum.reduce(slots) < min(arena.capacity for arena in arenas[: highest + 1]):
+            return
+        capacities = np.array([arena.capacity for arena in arenas], np.int64)
+        if (slots < capacities[positions]).all():
+            return
+    raise ValueError("a block lies where nothing is mapped")
 
 
 def gather(arenas: Sequence[Arena], places: Sequence[Place], into: Bytes) -> tuple[int, str | None]:

@@ -23,6 +23,7 @@ from tiercache.storage.workers import Workers
 from tiercache.types import Tier
 
 R = TypeVar("R")
+_TIERS = frozenset(Tier.__members__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +115,9 @@ class Claim:
         self.in_place = False
         self.gone: str | None = None
         """Why the lease ended without our doing."""
-        self.lock = asyncio.Lock()
-        """Of who checks blocks."""
         self.grip: Grip | None = Grip()
-        self._waiting = asyncio.Lock()
+        self._lock: asyncio.Lock | None = None
+        self._waiting: asyncio.Lock | None = None
         self._complete = leased is None
         """Whether the daemon has said all that it will."""
         self._packed = b""
@@ -162,6 +162,17 @@ class Claim:
         return self._places
 
     @property
+    def lock(self) -> asyncio.Lock:
+        """Of who checks blocks."""
+        if self._lock is None:
+            self._lock = asyncio.Lock()
+        return self._lock
+
+    def place(self, block: int) -> wire.Place:
+        """Return where one of them lies."""
+        return wire.unpack_place(self._packed, block)
+
+    @property
     def readable(self) -> int:
         """How many these are."""
         return len(self._packed) // wire.PLACE_BYTES
@@ -171,6 +182,10 @@ class Claim:
         if policy.seconds is not None:
             await self._ask(policy.seconds)  # not behind those who wait longer
             return
+        if self._complete:
+            return
+        if self._waiting is None:
+            self._waiting = asyncio.Lock()
         async with self._waiting:
             await self._ask(None)
 
@@ -234,12 +249,13 @@ class Claim:
         except ValueError as error:
             self.house.counts.missed("malformed", str(error))
             return
-        self._packed, self._places = packed[: self.blocks * wire.PLACE_BYTES], None
+        most = self.blocks * wire.PLACE_BYTES
+        self._packed, self._places = packed if len(packed) <= most else packed[:most], None
 
 
 def _tiers(found: Mapping[str, int], spec: KVSpec) -> Mapping[Tier, int]:
-    known = {Tier[name]: blocks * spec.block_size for name, blocks in found.items() if name in Tier.__members__}
-    return dict(sorted(known.items(), reverse=True))
+    known = {Tier[name]: blocks * spec.block_size for name, blocks in found.items() if name in _TIERS}
+    return known if len(known) < 2 else dict(sorted(known.items(), reverse=True))
 
 
 class _End:

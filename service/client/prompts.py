@@ -49,6 +49,10 @@ class Prompts:
     def _longest(self, key: bytes) -> tuple[int | None, int]:
         found, most = None, _WORTH - 1
         for number, known in reversed(self._known.items()):
+            # Most prompts of a chat part from this one at the same place: a look at the token after the longest beginning
+            # found so far tells all that have no longer one.
+            if found is not None and known[most : most + TOKEN_BYTES] != key[most : most + TOKEN_BYTES]:
+                continue
             shared = _common(known, key)
             if shared > most:
                 found, most = number, shared
@@ -61,10 +65,10 @@ def _common(left: bytes, right: bytes) -> int:
     """Return how many leading bytes of whole tokens both share."""
     if len(left) > len(right):
         left, right = right, left
-    if right.startswith(left):
-        return len(left)
     if left[:_WORTH] != right[:_WORTH]:
         return 0
+    if right.startswith(left):
+        return len(left)
     low, high = _WORTH, len(left)  # the first `low` bytes are equal, the first `high` are not
     while high - low > 1:
         middle = (low + high) // 2

@@ -214,9 +214,8 @@ class RemoteHit:
         """
         spec, claim = self._spec, self._held()
         self._require_layer(layer)
-        places = self._places(claim)
-        integer(block, 0, len(places) - 1, "block")
-        place, grip = places[block], claim.grip
+        integer(block, 0, min(claim.readable, self._blocks) - 1, "block")
+        place, grip = claim.place(block), claim.grip
         assert grip is not None, "a live claim has one"
         claim.read_in_place()
         arena = claim.arenas[place.position]

@@ -43,8 +43,7 @@ class Held:
 
     def places(self) -> bytes:
         """Return where the readable blocks lie, packed."""
-        where = self.desk.stack.whereabouts(self.claim.lease)
-        return wire.pack_places(where.positions, where.slots, where.generations, where.checksums)
+        return self.desk.stack.whereabouts(self.claim.lease, wire.pack_places)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

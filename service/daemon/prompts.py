@@ -10,6 +10,8 @@ from tiercache.errors import InvalidFrame, InvalidTokens
 from tiercache.keys import MAX_TOKEN, TOKEN_BYTES
 from tiercache.service.wire import Prompt
 
+_IDS = np.dtype("<i4")
+
 
 class Prompts:
     """The last prompts of a session, at most `count` of them and `size` bytes; one of `most` tokens always fits."""
@@ -43,8 +45,8 @@ class Prompts:
         count = (len(head) + len(prompt.tail)) // TOKEN_BYTES
         if count > self._most:
             raise InvalidTokens(f"{count} token ids; the limit is {self._most}", value=count, limit=self._most)
-        ids = np.frombuffer(prompt.tail, "<i4")
-        if len(ids) and int(ids.min()) < 0:
+        ids = np.frombuffer(prompt.tail, _IDS)
+        if len(ids) and np.minimum.reduce(ids) < 0:
             place = len(head) // TOKEN_BYTES + int(np.argmax(ids < 0))
             raise InvalidTokens(f"the token id at position {place} is above {MAX_TOKEN}", position=place)
         whole = head + prompt.tail if prompt.tail else head

@@ -59,21 +59,19 @@ def match(session: Session, frame: wire.Match, desk: Desk, key: bytes) -> wire.R
     """Take a lease."""
     session.holdings.require_lease()
     claim = desk.match(key, frame.request)
-    readable = desk.stack.readable_blocks(claim.lease) == claim.lease.blocks
+    held = session.holdings.holder(claim) if claim.users > 1 else session.holdings.hold(session.house.number(), desk, claim)
+    places = held.places()
+    readable = len(places) == claim.lease.blocks * wire.PLACE_BYTES
     lifting = not readable and not claim.promotion.readable.is_set()
-    if claim.users > 1:
-        held = session.holdings.holder(claim)
-    else:
-        held = session.holdings.hold(session.house.number(), desk, claim)
-        if lifting:
-            session.announce(held)
+    if lifting and claim.users == 1:
+        session.announce(held)
     return wire.Leased(
         id=frame.id,
         lease=held.number,
         blocks=claim.lease.blocks,
         tiers={str(tier): blocks for tier, blocks in claim.tiers.items()},
         lifting=lifting,
-        places=held.places() if readable else None,
+        places=places if readable else None,
     )
 
 

@@ -74,7 +74,7 @@ class Session:
             if not self._greeted and not isinstance(frame, wire.Hello):
                 raise InvalidFrame("the first frame of a session is hello")
             answer = self._begin(frame)
-            if isinstance(answer, wire.Reply):
+            if isinstance(answer, msgspec.Struct):
                 return answer
             self._later(frame.id, answer)
         except Exception as error:  # noqa: BLE001 - the seam: every request gets a reply, `_failed` sees to the rest
