@@ -55,6 +55,11 @@ class DeviceArena(VolatileStore):
         self._require(slot)
         return None
 
+    def views(self, first: int, count: int) -> None:
+        """Return None, as `view` does."""
+        self._require(first)
+        self._require(first + count - 1)
+
     def fetch(self, slot: int, identity: Identity, into: Planes) -> None:
         """Copy the block in `slot` into `into`, `[planes, unit_bytes]`, and verify what was copied.
 

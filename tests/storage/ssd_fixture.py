@@ -51,6 +51,9 @@ class _Alone:
     def view(self, slot: int) -> Planes | None:
         return self._store.view(slot)
 
+    def views(self, first: int, count: int) -> None:
+        self._store.views(first, count)
+
     def fetch(self, slot: int, identity: Identity, into: Planes) -> None:
         self._store.fetch(slot, identity, into)
 
