@@ -258,7 +258,7 @@ class LazyDevice:
 
 def pool_array(pool: Pool) -> Bytes:
     """Return a lazy device's pool in place, `[planes, slots, unit_bytes]`."""
-    return _bytes(pool.memory).reshape(pool.planes, pool.slots, pool.unit_bytes)
+    return _part(pool.memory, 0, pool.planes * pool.slots * pool.unit_bytes).reshape(pool.planes, pool.slots, pool.unit_bytes)
 
 
 def _bytes(memory: Memory) -> Bytes:
