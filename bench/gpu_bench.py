@@ -53,7 +53,7 @@ class Bench:
     def __init__(self, rig: Rig, seed: int, out: Path) -> None:
         self.rig = rig
         self.seed = seed
-        self.draw = np.random.default_rng(seed)
+        self.draw = np.random.Generator(np.random.SFC64(seed))
         self.run = Run(folder=out.parent, quick=rig.dry)
         self._out = out.open("ab")
 

@@ -39,7 +39,7 @@ def measure(bench: Bench) -> None:
     """Compare."""
     for name, check in (("gather", _gather), ("scatter", _scatter), ("fork", _fork), ("rows", _rows), ("mapped", _mapped)):
         wrong: list[str] = []
-        shapes = _shapes(bench.seed, bench.pick(12, 120), whole=name == "mapped")
+        shapes = _shapes(bench.seed, bench.pick(8, 120), whole=name == "mapped")
         for shape in shapes:
             wrong += [] if check(bench, shape) else [str(shape)]
         bench.check(f"{name} is the reference's, byte for byte", not wrong, wrong[0] if wrong else f"{len(shapes)} shapes")
@@ -171,7 +171,7 @@ def _mapped(bench: Bench, shape: Shape) -> bool:
 def _far(bench: Bench) -> None:
     """Slots of a pool so large that offsets in vectors need more than 31 bits: both ends, and what 32 bits would make of them."""
     device, unit, planes = bench.rig.device, 32768, 64
-    size = bench.pick(64 << 20, _FAR)
+    size = bench.pick(16 << 20, _FAR)
     if bench.rig.free() < size + (4 << 30):
         bench.note(f"the device has no {size >> 30} GiB free: offsets of more than 31 bits were not tried")
         return

@@ -121,7 +121,7 @@ async def _through_two_stages(bench: Bench) -> None:
 def _overlap(bench: Bench) -> None:
     """Layers come up on one stream; on another each is computed on after its own event, for as long as it took to come."""
     device, unit = bench.rig.device, 32768
-    blocks = bench.pick(4, 128)
+    blocks = bench.pick(4, 512)
     pool = Pool(device.allocate(_LAYERS * 2 * blocks * unit), _LAYERS * 2, blocks, unit)
     layer_bytes = blocks * 2 * unit
     source = device.pinned(_LAYERS, layer_bytes)

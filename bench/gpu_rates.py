@@ -93,7 +93,7 @@ class _Field:
 
 def measure(bench: Bench) -> None:
     """Measure; before each figure the bytes are compared."""
-    total = bench.pick(16 << 20, 1 << 30)
+    total = bench.pick(4 << 20, 512 << 20)
     device = bench.rig.device
     with ExitStack() as ending:
         memory = HostMemory(total)
@@ -103,7 +103,7 @@ def measure(bench: Bench) -> None:
         bench.check("host memory can be pinned", pinning.refused is None, pinning.refused or "")
         if pinning.refused is not None:
             return
-        stages = [device.allocate(bench.pick(8 << 20, 32 << 20)) for _ in range(STAGES)]
+        stages = [device.allocate(bench.pick(4 << 20, 32 << 20)) for _ in range(STAGES)]
         pool, other = device.allocate(total), device.allocate(total)
         for block_bytes in SIZES:
             field = _Field(bench, block_bytes, total, memory.array, stages, pool)

@@ -196,8 +196,8 @@ class CudaStream:
     def _index(slots: Sequence[int]) -> Any:
         """Return slots on the device.
 
-        The copy there has left this list before the call returns, since it comes from pageable memory. CuPy gives the memory
-        back to this stream, which uses it again only after the kernel.
+        CuPy takes the list into pinned memory of its own before the call returns, and gives the device's memory back to this
+        stream, which uses it again only after the kernel.
         """
         return cupy.asarray(np.asarray(slots, np.int32))
 

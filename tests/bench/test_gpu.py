@@ -39,7 +39,6 @@ def ran(*arguments: str, cwd: Path, spare: str = SPARE) -> subprocess.CompletedP
     )
 
 
-@pytest.mark.slow
 def test_a_dry_run_does_all_of_it_from_a_plain_checkout(tmp_path: Path) -> None:
     """Every part comes to its end, every check holds, no figure is given, and nothing but the document is left."""
     done = ran("--dry-run", "--json", "out.json", cwd=tmp_path)
