@@ -28,11 +28,13 @@ from tiercache.bench.store import read_all, write
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark that `arguments` name and return the exit status."""
+    if arguments[:1] == ["gpu"]:
+        return int(importlib.import_module("tiercache.bench.gpu").main(arguments[1:]))
     listed = "\n".join(f"  {name:<10}{what}" for name, what in NAMES.items())
     parser = argparse.ArgumentParser(
         prog="tiercache bench",
         description="Measure this machine and what the cache makes of it: times and rates, not a test.",
-        epilog=f"programs:\n{listed}",
+        epilog=f"programs:\n{listed}\n\n  gpu       copies of a CUDA device, apart from all: `gpu --help`",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("program", nargs="?", choices=(*NAMES, "all"), default="all", help="default: all, a process each")

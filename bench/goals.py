@@ -40,4 +40,11 @@ GOALS = (
     Row("index-long", "bytes of index a token, edges of 8 blocks of 16", "", "≤ 16"),
     Row("index-short", "bytes of index a token, edges of one block of 16", "", "≤ 40"),
 )
-KEYS = frozenset(row.key for row in GOALS)
+GPU_GOALS = (
+    Row("gpu-down", "HBM to DRAM, blocks of 256 KiB and more", "pinned copy to the host", "≥ 0.9 of its rate"),
+    Row("gpu-up", "DRAM to HBM, blocks of 256 KiB and more", "pinned copy to the device", "≥ 0.9 of its rate"),
+    Row("gpu-gather", "gather within HBM", "the driver's copy within the device", "≥ 0.8 of its rate"),
+    Row("gpu-scatter", "scatter within HBM", "the driver's copy within the device", "≥ 0.8 of its rate"),
+)
+"""Those of `bench gpu`, which needs a card and is no part of the page."""
+KEYS = frozenset(row.key for row in (*GOALS, *GPU_GOALS))

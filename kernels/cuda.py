@@ -3,10 +3,14 @@
 Kernels are compiled when the first one is launched, once a device; CuPy keeps what was compiled on disk. What the driver refuses
 is translated: MemoryRefused where memory was asked for, StoreError for copies and kernels. CuPy clears the error that a failed
 call leaves pending, so that the next call is not blamed for it.
+
+Memory and events can be handed to another process, as 64 bytes each. Who opens a handle may outlive who gave it, or die before
+him: the driver frees memory when its owner has freed it or ended, and nobody has it open any more.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +19,16 @@ import cupy
 import numpy as np
 
 from tiercache.errors import InvalidTensor, MemoryRefused, StoreError
-from tiercache.kernels.device import Event, Memory, Pool
+from tiercache.kernels.device import Event, Memory, Pool, require_fork, rows_of
 from tiercache.kernels.host import Bytes
 from tiercache.kernels.launch import OPTIONS, SOURCE, plan
+from tiercache.kernels.rotation import Loan, Rotation
 
-_TO_HOST, _TO_DEVICE = 2, 1
+_TO_HOST, _TO_DEVICE, _WITHIN = 2, 1, 3
 _PORTABLE = 1
 """Of cudaHostRegister: pinned for every context."""
+_LEAST_EXPORT = 2 << 20
+"""Bytes. The driver makes smaller allocations parts of one piece of this size, and a handle would open all of it."""
 
 
 class CudaMemory:
@@ -36,18 +43,107 @@ class CudaMemory:
         """The device's address."""
         return int(self._memory.ptr)
 
+    def handle(self) -> bytes:
+        """Return 64 bytes by which another process opens this memory (`open_handle`). Raises InvalidTensor for less than 2 MiB.
+
+        Who has the handle can read and write all of it.
+        """
+        if self.size < _LEAST_EXPORT:
+            raise InvalidTensor(f"{self.size} bytes are no memory of their own: less than {_LEAST_EXPORT} can't be exported")
+        with _memory("a handle"):
+            return bytes(cupy.cuda.runtime.ipcGetMemHandle(self.address))
+
+
+class OpenedMemory:
+    """Memory that another process exported, in place. Closed when nobody here holds it, an `array` on it included."""
+
+    def __init__(self, handle: bytes, size: int) -> None:
+        self.address = int(cupy.cuda.runtime.ipcOpenMemHandle(handle))
+        self.size = size
+        self._closing = weakref.finalize(self, cupy.cuda.runtime.ipcCloseMemHandle, self.address)
+        self._closing.atexit = False  # the driver does it, and may be gone by then
+
+    def close(self) -> None:
+        """Close it now: no array on it, and no copy under way, may be used any more. May be called twice."""
+        with _memory("closing a handle"):
+            self._closing()
+
+
+def open_handle(device: CudaDevice, handle: bytes, size: int) -> OpenedMemory:
+    """Return memory of another process, on the same device. Raises MemoryRefused: its owner has freed it, or is this process."""
+    with device.current(), _memory("opening a handle"):
+        return OpenedMemory(handle, size)
+
+
+def array(device: CudaDevice, memory: CudaMemory | OpenedMemory, *shape: int) -> Any:
+    """Return device memory in place as a CuPy array of bytes, which `torch.from_dlpack` takes without a copy; it holds `memory`."""
+    size = int(np.prod(shape))
+    _require_room(memory, size)
+    with device.current():
+        owned = cupy.cuda.UnownedMemory(memory.address, size, memory, device.number)
+        return cupy.ndarray(shape, cupy.uint8, cupy.cuda.MemoryPointer(owned, 0))
+
 
 class CudaEvent:
-    """A CUDA event, without timing."""
+    """A point in a stream of this process, by an event of its device's rotation, without timing."""
 
-    def __init__(self, stream: Any) -> None:
-        self.event = cupy.cuda.Event(block=True, disable_timing=True)
-        self.event.record(stream)
+    def __init__(self, loan: Loan[Any], stream: Any) -> None:
+        self._loan = loan
+        loan.thing.record(stream)
+
+    @property
+    def event(self) -> Any:
+        """CuPy's event."""
+        return self._loan.thing
+
+    @property
+    def pointer(self) -> int:
+        """The driver's event."""
+        return int(self._loan.thing.ptr)
 
     def wait(self) -> None:
         """Wait in the calling thread; the interpreter goes on."""
         with _copies():
             self.event.synchronize()
+
+
+class SharedEvent:
+    """An event for two processes. Its owner records it again and again; a waiter means the last record before he begins to wait.
+
+    So he must be told that it was recorded before he waits, and the owner, that he waits, before it is recorded for the next thing.
+    """
+
+    def __init__(self, pointer: int, owner: Any) -> None:
+        self.pointer = pointer
+        self._owner = owner
+
+    @classmethod
+    def new(cls) -> SharedEvent:
+        """Return an event of this process, on the current device."""
+        event = cupy.cuda.Event(block=True, disable_timing=True, interprocess=True)
+        return cls(int(event.ptr), event)
+
+    @classmethod
+    def opened(cls, handle: bytes) -> SharedEvent:
+        """Return an event of another process, on the current device."""
+        opened = cls(int(cupy.cuda.runtime.ipcOpenEventHandle(handle)), None)
+        weakref.finalize(opened, cupy.cuda.runtime.eventDestroy, opened.pointer).atexit = False
+        return opened
+
+    def handle(self) -> bytes:
+        """Return 64 bytes by which another process opens it."""
+        with _copies():
+            return bytes(cupy.cuda.runtime.ipcGetEventHandle(self.pointer))
+
+    def record(self, stream: CudaStream) -> None:
+        """Let it happen when all that is enqueued on `stream` now has happened."""
+        with _copies():
+            cupy.cuda.runtime.eventRecord(self.pointer, stream.pointer)
+
+    def wait(self) -> None:
+        """Wait in the calling thread; the interpreter goes on."""
+        with _copies():
+            cupy.cuda.runtime.eventSynchronize(self.pointer)
 
 
 class CudaStream:
@@ -57,6 +153,11 @@ class CudaStream:
         self._device = device
         with device.current():
             self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    @property
+    def pointer(self) -> int:
+        """The driver's stream."""
+        return int(self._stream.ptr)
 
     def gather(self, pool: Pool, slots: Sequence[int], into: Memory) -> None:
         """Launch the kernel that copies the blocks in `slots` into block-first memory."""
@@ -71,11 +172,9 @@ class CudaStream:
         self._launch("scatter", pool, slots, _address(source), _address(pool.memory), first=first, planes=planes)
 
     def copy(self, pool: Pool, origins: Sequence[int], targets: Sequence[int]) -> None:
-        """Launch the kernel that copies whole blocks within the pool: a fork. No slot may be in both lists."""
-        if len(origins) != len(targets) or set(origins) & set(targets) or len(set(targets)) != len(targets):
-            raise InvalidTensor(f"{len(origins)} slots can't be copied to {len(targets)}: each target once, none an origin")
+        """Launch the kernel that copies whole blocks within the pool."""
+        require_fork(pool, origins, targets)
         address = _address(pool.memory)
-        plan(unit_bytes=pool.unit_bytes, planes=pool.planes, pool_slots=pool.slots, slots=targets, addresses=[address])
         how = plan(unit_bytes=pool.unit_bytes, planes=pool.planes, pool_slots=pool.slots, slots=origins, addresses=[address])
         with self._device.current(), self._stream, _copies():
             numbers = (np.uint32(how.rows), np.uint32(pool.planes), np.uint32(pool.slots), np.uint32(how.vectors))
@@ -88,44 +187,71 @@ class CudaStream:
             numbers = (np.uint32(how.rows), np.uint32(planes), np.uint32(first), np.uint32(pool.slots), np.uint32(how.vectors))
             self._device.kernel(f"{name}_{how.width}")((how.grid,), how.block, (source, self._index(slots), target, *numbers))
 
+    def launch(self, kernel: Any, grid: int, block: tuple[int, ...], *arguments: Any) -> None:
+        """Launch a kernel that is not the product's (`CudaDevice.program`). Lists of slots go to the device first."""
+        with self._device.current(), self._stream, _copies():
+            kernel((grid,), block, tuple(self._index(one) if isinstance(one, list) else one for one in arguments))
+
     @staticmethod
     def _index(slots: Sequence[int]) -> Any:
         """Return slots on the device.
 
-        The copy there has left this list before the call returns, since it comes from pageable memory. CuPy gives the memory
-        back to this stream, which uses it again only after the kernel.
+        CuPy takes the list into pinned memory of its own before the call returns, and gives the device's memory back to this
+        stream, which uses it again only after the kernel.
         """
         return cupy.asarray(np.asarray(slots, np.int32))
 
     def read(self, source: Memory, at: int, into: Bytes) -> None:
         """Copy device memory to host memory."""
-        _require_room(source, at + into.nbytes)
-        with self._device.current(), _copies():
-            cupy.cuda.runtime.memcpyAsync(_host(into), _address(source) + at, into.nbytes, _TO_HOST, self._stream.ptr)
+        count, length, distance = rows_of(into)
+        _require_room(source, at + count * length)
+        self._cross(_host(into), distance, _address(source) + at, length, length, count, _TO_HOST)
 
     def write(self, source: Bytes, into: Memory, at: int) -> None:
         """Copy host memory to device memory."""
-        _require_room(into, at + source.nbytes)
+        count, length, distance = rows_of(source)
+        _require_room(into, at + count * length)
+        self._cross(_address(into) + at, length, _host(source), distance, length, count, _TO_DEVICE)
+
+    def clone(self, source: Memory, into: Memory) -> None:
+        """Copy device memory whole to other device memory, by the driver's own means."""
+        _require_room(into, source.size)
+        self._cross(_address(into), source.size, _address(source), source.size, source.size, 1, _WITHIN)
+
+    def _cross(self, to: int, to_distance: int, source: int, distance: int, length: int, count: int, way: int) -> None:
+        """Have the copy engine copy `count` rows of `length` bytes."""
         with self._device.current(), _copies():
-            cupy.cuda.runtime.memcpyAsync(_address(into) + at, _host(source), source.nbytes, _TO_DEVICE, self._stream.ptr)
+            if count == 1:
+                cupy.cuda.runtime.memcpyAsync(to, source, length, way, self.pointer)
+            else:
+                cupy.cuda.runtime.memcpy2DAsync(to, to_distance, source, distance, length, count, way, self.pointer)
 
     def record(self) -> CudaEvent:
         """Record an event."""
         with self._device.current(), _copies():
-            return CudaEvent(self._stream)
+            return CudaEvent(self._device.events.lend(), self._stream)
+
+    def mark(self) -> Any:
+        """Record an event that knows the time (`CudaDevice.seconds`)."""
+        with self._device.current(), _copies():
+            event = cupy.cuda.Event(block=True)
+            event.record(self._stream)
+            return event
 
     def wait(self, event: Event) -> None:
         """Let the stream wait for an event of this device; the caller does not."""
-        assert isinstance(event, CudaEvent)
+        assert isinstance(event, CudaEvent | SharedEvent)
         with self._device.current(), _copies():
-            self._stream.wait_event(event.event)
+            cupy.cuda.runtime.streamWaitEvent(self.pointer, event.pointer)
 
 
 class CudaDevice:
     """One CUDA device by its number."""
 
     def __init__(self, number: int = 0) -> None:
+        self.number = number
         self._device = cupy.cuda.Device(number)
+        self.events: Rotation[Any] = Rotation(lambda: cupy.cuda.Event(block=True, disable_timing=True))
         self._module = cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=OPTIONS)
         self._kernels: dict[str, Any] = {}
 
@@ -166,16 +292,58 @@ class CudaDevice:
         """Return a new stream."""
         return CudaStream(self)
 
+    def shared_event(self, handle: bytes | None = None) -> SharedEvent:
+        """Return a new event that can be handed to another process, or the one that another handed over."""
+        with self.current(), _copies():
+            return SharedEvent.new() if handle is None else SharedEvent.opened(handle)
+
+    # --- for who measures -------------------------------------------------------------------------------------------------
+
+    def program(self, source: str, name: str) -> Any:
+        """Return a kernel of another source, compiled."""
+        with self.current(), _copies():
+            return cupy.RawModule(code=source, options=OPTIONS).get_function(name)
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Wait for the second of two marks, and return the time between them."""
+        with _copies():
+            end.synchronize()
+            return float(cupy.cuda.get_elapsed_time(start, end)) / 1e3
+
+    def free(self) -> int:
+        """Return how many bytes of the device's memory are free, what CuPy keeps for later given back."""
+        with self.current():
+            cupy.get_default_memory_pool().free_all_blocks()
+            return int(cupy.cuda.runtime.memGetInfo()[0])
+
+    def properties(self) -> dict[str, str | int | float]:
+        """Return what the device is, and by which driver."""
+        found = cupy.cuda.runtime.getDeviceProperties(self.number)
+        return {
+            "card": found["name"].decode(),
+            "compute capability": f"{found['major']}.{found['minor']}",
+            "card memory": int(found["totalGlobalMem"]),
+            "cuda driver": int(cupy.cuda.runtime.driverGetVersion()),
+            "cuda runtime": int(cupy.cuda.runtime.runtimeGetVersion()),
+            "cupy": str(cupy.__version__),
+        }
+
+
+def is_available() -> bool:
+    """Return whether there is a CUDA device."""
+    try:
+        return bool(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return False
+
 
 def _address(memory: Memory) -> int:
-    assert isinstance(memory, CudaMemory)
+    assert isinstance(memory, CudaMemory | OpenedMemory)
     return memory.address
 
 
-def _host(array: Bytes) -> int:
-    if not array.flags.c_contiguous:
-        raise InvalidTensor(f"host memory of shape {array.shape} and strides {array.strides} is not contiguous")
-    return int(array.ctypes.data)
+def _host(memory: Bytes) -> int:
+    return int(memory.ctypes.data)
 
 
 def _require_room(memory: Memory, size: int) -> None:

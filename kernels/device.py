@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
+from tiercache.errors import InvalidTensor
 from tiercache.kernels.host import Bytes
 
 
@@ -58,12 +61,23 @@ class Stream(Protocol):
         """Copy planes `first` to `first + planes` into the blocks in `slots`; `source` is `[len(slots), planes, unit_bytes]`."""
         ...
 
+    def copy(self, pool: Pool, origins: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the blocks in `origins` over those in `targets`: a fork within the pool. Raises InvalidTensor.
+
+        The copies of one call have no order among themselves, so each target is named once, and none is an origin.
+        """
+        ...
+
     def read(self, source: Memory, at: int, into: Bytes) -> None:
-        """Copy from byte `at` of device memory into contiguous host memory."""
+        """Copy from byte `at` of device memory and on into host memory, `[bytes]` or `[rows, bytes]`.
+
+        On the device the rows follow one another; on the host each is contiguous, and the distance between two is free. It is one
+        call of the driver however many rows there are. All of it is pinned by one call of `register`, or nothing of it is.
+        """
         ...
 
     def write(self, source: Bytes, into: Memory, at: int) -> None:
-        """Copy contiguous host memory to byte `at` of device memory and on."""
+        """Copy host memory to byte `at` of device memory and on; `source` is what `into` is to `read`."""
         ...
 
     def record(self) -> Event:
@@ -73,6 +87,37 @@ class Stream(Protocol):
     def wait(self, event: Event) -> None:
         """Let what is enqueued from now on begin only after `event`; the caller does not wait."""
         ...
+
+
+def require_fork(pool: Pool, origins: Sequence[int], targets: Sequence[int]) -> None:
+    """Raise InvalidTensor unless the blocks in `origins` can be copied over those in `targets` in any order."""
+    if len(origins) != len(targets) or set(origins) & set(targets) or len(set(targets)) != len(targets):
+        raise InvalidTensor(f"{len(origins)} slots can't be copied to {len(targets)}: each target once, none an origin")
+    require_slots(pool, origins)
+    require_slots(pool, targets)
+
+
+def require_slots(pool: Pool, slots: Sequence[int]) -> None:
+    """Raise InvalidTensor if one of the slots does not exist."""
+    for slot in slots:
+        if not 0 <= slot < pool.slots:
+            raise InvalidTensor(f"slot {slot} does not exist; the slots are 0 to {pool.slots - 1}", slot=slot, slots=pool.slots)
+
+
+def rows_of(host: Bytes) -> tuple[int, int, int]:
+    """Return how many rows host memory for `read` and `write` has, their length, and the distance between two, in bytes.
+
+    Rows that lie one behind the other are one row. Raises InvalidTensor for memory of more dimensions, rows that are not
+    contiguous, or rows that overlap or run backwards.
+    """
+    if host.dtype != np.uint8 or host.ndim not in (1, 2) or (host.shape[-1] > 1 and host.strides[-1] != 1):
+        raise InvalidTensor(f"host memory of {host.dtype} {host.shape} and strides {host.strides} is no rows of bytes")
+    if host.flags.c_contiguous:
+        return 1, host.size, host.size
+    count, length = host.shape
+    if host.strides[0] < length:
+        raise InvalidTensor(f"rows of {length} bytes at a distance of {host.strides[0]} overlap", value=host.strides[0])
+    return count, length, host.strides[0]
 
 
 class Device(Protocol):

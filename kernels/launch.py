@@ -36,9 +36,9 @@ def plan(*, unit_bytes: int, planes: int, pool_slots: int, slots: Sequence[int],
     one of `addresses`, the beginnings of the memory involved. Raises InvalidTensor for rows or addresses that 8 does not divide,
     a slot that does not exist, or more rows, slots or vectors than an index of 31 bits reaches.
     """
-    for slot in slots:
-        if not 0 <= slot < pool_slots:
-            raise InvalidTensor(f"slot {slot} does not exist; the slots are 0 to {pool_slots - 1}", slot=slot, slots=pool_slots)
+    if slots and not (min(slots) >= 0 and max(slots) < pool_slots):
+        slot = next(slot for slot in slots if not 0 <= slot < pool_slots)
+        raise InvalidTensor(f"slot {slot} does not exist; the slots are 0 to {pool_slots - 1}", slot=slot, slots=pool_slots)
     measures = [unit_bytes, *addresses]
     width = next((width for width in (16, 8) if all(value % width == 0 for value in measures)), None)
     if width is None or unit_bytes < 1:

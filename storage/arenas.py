@@ -12,7 +12,7 @@ from tiercache.kernels.host import copy_block
 from tiercache.sizes import format_size
 from tiercache.spec import Geometry
 from tiercache.storage.checksum import verify
-from tiercache.storage.contract import Planes, Put
+from tiercache.storage.contract import Blocks, Planes, Put
 from tiercache.storage.layouts import (
     SLOT_ALIGNMENT,
     SlotPlanes,
@@ -97,14 +97,14 @@ class HostArena(VolatileStore):
         planes: Planes = slots[slot]
         return planes
 
-    def views(self, slot: int, count: int) -> Planes:
-        """Return `count` slots from `slot` on in place, `[count, planes, unit_bytes]`; terms and errors are those of `view`."""
-        self._require(slot)
-        self._require(slot + count - 1)
+    def views(self, first: int, count: int) -> Blocks:
+        """Return neighbouring slots in place, `[count, planes, unit_bytes]`. Valid, and raises, as `view`."""
+        self._require(first)
+        self._require(first + count - 1)
         slots = self._slots
         if slots is None:
             raise self._is_closed()
-        return slots[slot : slot + count]
+        return slots[first : first + count]
 
     def fetch(self, slot: int, identity: Identity, into: Planes) -> None:
         """Copy the block in `slot` into `into`, `[planes, unit_bytes]`, and verify the copy against `identity`.

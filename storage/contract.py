@@ -23,6 +23,9 @@ from tiercache.types import Identity, Tier
 Planes = NDArray[np.uint8]
 """One block as `[planes, unit_bytes]` bytes, of any stride between planes; each plane is contiguous."""
 
+Blocks = NDArray[np.uint8]
+"""Blocks as `[blocks, planes, unit_bytes]` bytes, of any stride between blocks and planes; each plane is contiguous."""
+
 
 class Put(NamedTuple):
     """One block to store: `source` must not change until the call returns."""
@@ -72,8 +75,8 @@ class Store(Protocol):
         """
         ...
 
-    def views(self, slot: int, count: int) -> Planes | None:
-        """Return `count` neighbouring slots in place, `[count, planes, unit_bytes]`, under the terms of `view`."""
+    def views(self, first: int, count: int) -> Blocks | None:
+        """Return `count` neighbouring slots from `first` on in place, `[count, planes, unit_bytes]`, or None as `view` does."""
         ...
 
     def fetch(self, slot: int, identity: Identity, into: Planes) -> None:

@@ -55,9 +55,10 @@ class DeviceArena(VolatileStore):
         self._require(slot)
         return None
 
-    def views(self, slot: int, count: int) -> Planes | None:
+    def views(self, first: int, count: int) -> None:
         """Return None, as `view` does."""
-        return self.view(slot)
+        self._require(first)
+        self._require(first + count - 1)
 
     def fetch(self, slot: int, identity: Identity, into: Planes) -> None:
         """Copy the block in `slot` into `into`, `[planes, unit_bytes]`, and verify what was copied.

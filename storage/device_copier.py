@@ -3,6 +3,8 @@
 * Out of the device and into it there is a stream and a lane of waiting each, so that neither way stands behind the other.
 * A copy is over when its event has happened, not when it is enqueued. Until then the transfer owns its slots, whatever befell
   the enqueueing: the event is recorded and waited for also when that failed half-way.
+* Slots that are neighbours in host memory cross the bus in one copy: a copy costs the driver and the interpreter some microseconds,
+  in which a bus moves a block. The order of blocks in a stage is free, so they lie there as their slots in host memory do.
 * A stage on the device goes to its next user at once, with the event after which that one's stream may touch it. A stage in host
   memory is given back only after the event: threads write it without looking at any stream.
 """
@@ -14,26 +16,40 @@ from collections.abc import Callable, Sequence
 
 from tiercache.errors import Untrusted
 from tiercache.kernels.device import Device, Event, Stream
+from tiercache.kernels.host import Bytes
 from tiercache.storage.checksum import verify
 from tiercache.storage.contract import Planes, Store
 from tiercache.storage.copier import StoreCopier
 from tiercache.storage.device_arena import DeviceArena
+from tiercache.storage.neighbours import Run, neighbours
 from tiercache.storage.staging import Ring, Stage
 from tiercache.storage.workers import Lane, Workers
 from tiercache.transfer import Discard, Report, Transfer
 
 
 class DeviceCopier:
-    """A Copier whose tier at position 0 is `arena`; copies between the tiers below are those of `inner`."""
+    """A Copier whose tier at position 0 is `arena`; copies between the tiers below are those of `inner`.
+
+    `together` is how many slots of host memory were pinned by one call (`Pinning.together`): no copy goes over a multiple of it.
+    """
 
     def __init__(
-        self, inner: StoreCopier, stores: Sequence[Store], arena: DeviceArena, device: Device, ring: Ring, workers: Workers
+        self,
+        inner: StoreCopier,
+        stores: Sequence[Store],
+        arena: DeviceArena,
+        device: Device,
+        ring: Ring,
+        workers: Workers,
+        *,
+        together: int | None = None,
     ) -> None:
         self._inner = inner
         self._stores = stores
         self._arena = arena
         self._ring = ring
         self._workers = workers
+        self._together = together
         self._streams = {lane: (device.stream(), threading.Lock()) for lane in (Lane.DOWN, Lane.UP)}
 
     def layers(self, transfer: Transfer) -> int:
@@ -150,22 +166,24 @@ class DeviceCopier:
 
     def _down(self, stream: Stream, stage: Stage, transfer: Transfer, low: int, high: int) -> None:
         """Enqueue the way from the device's pool to slots in host memory."""
-        target = self._stores[transfer.to]
         assert not any(transfer.sources[low:high]), "what goes down into memory comes from the tier above it"
-        stream.gather(self._arena.pool, transfer.slots_from[low:high], stage.memory)
-        size = self._arena.geometry.block_bytes
-        for place in range(low, high):
-            into = target.view(transfer.slots_to[place])
-            assert into is not None and into.flags.c_contiguous, "the tier below is block-first memory"
-            stream.read(stage.memory, (place - low) * size, into.reshape(-1))
+        order, runs = neighbours([transfer.to] * (high - low), transfer.slots_to[low:high], together=self._together)
+        stream.gather(self._arena.pool, [transfer.slots_from[low + place] for place in order], stage.memory)
+        at = 0
+        for run in runs:
+            into = self._rows(run, 0, self._arena.geometry.planes)
+            stream.read(stage.memory, at, into)
+            at += into.size
 
     def _to_host(self, stream: Stream, stage: Stage, transfer: Transfer, low: int, high: int) -> None:
         """Enqueue the way of those blocks that lie on the device to the stage's host memory."""
         own = [place for place in range(low, high) if transfer.sources[place] == 0]
         stream.gather(self._arena.pool, [transfer.slots_from[place] for place in own], stage.memory)
-        size = self._arena.geometry.block_bytes
-        for number, place in enumerate(own):
-            stream.read(stage.memory, number * size, stage.host[place - low].reshape(-1))
+        size, at = self._arena.geometry.block_bytes, 0
+        _, runs = neighbours([0] * len(own), [place - low for place in own])
+        for run in runs:
+            stream.read(stage.memory, at, stage.host[run.first : run.first + run.length].reshape(-1))
+            at += run.length * size
 
     def _from_host(self, stream: Stream, stage: Stage, transfer: Transfer, low: int, high: int) -> None:
         """Enqueue the way from the stage's host memory to the device's pool."""
@@ -175,13 +193,21 @@ class DeviceCopier:
 
     def _layer_up(self, stream: Stream, stage: Stage, transfer: Transfer, layer: int, low: int, high: int) -> None:
         """Enqueue the way of one layer from slots in host memory to the device's pool."""
-        geometry = self._arena.geometry
-        first, size = layer * geometry.parts, geometry.parts * geometry.unit_bytes
-        for place in range(low, high):
-            source = self._stores[transfer.sources[place]].view(transfer.slots_from[place])
-            assert source is not None and source.flags.c_contiguous, "the tier below is block-first memory"
-            stream.write(source[first : first + geometry.parts].reshape(-1), stage.memory, (place - low) * size)
-        stream.scatter(stage.memory, self._arena.pool, transfer.slots_to[low:high], first=first, planes=geometry.parts)
+        parts = self._arena.geometry.parts
+        first, at = layer * parts, 0
+        order, runs = neighbours(transfer.sources[low:high], transfer.slots_from[low:high], together=self._together)
+        for run in runs:
+            source = self._rows(run, first, parts)
+            stream.write(source, stage.memory, at)
+            at += source.size
+        slots = [transfer.slots_to[low + place] for place in order]
+        stream.scatter(stage.memory, self._arena.pool, slots, first=first, planes=parts)
+
+    def _rows(self, run: Run, first: int, planes: int) -> Bytes:
+        """Return planes of neighbouring slots in host memory in place, a row a block, `[blocks, bytes]`."""
+        blocks = self._stores[run.position].views(run.first, run.length)
+        assert blocks is not None and blocks[0].flags.c_contiguous, "the tier below is block-first memory"
+        return blocks[:, first : first + planes].reshape(run.length, -1)
 
     def _fetch(self, transfer: Transfer, low: int, high: int, stage: Stage) -> Report:
         """Bring blocks from below into the stage's host memory, verified."""

@@ -13,13 +13,19 @@ CHUNK = 1 << 30
 
 
 class Pinning:
-    """Host memory, registered with a device as long as this lives.
+    """Slots of host memory, registered with a device as long as this lives; `memory` begins with the first of them.
+
+    A driver refuses a copy that goes over the end of what one call pinned. So a chunk is a whole number of slots, `together` of
+    them, and who copies neighbouring slots at once stays within multiples of that.
 
     A device that refuses a chunk gets back those before it: half an arena pinned would make some blocks fast and others not, and
     keep from others what they could pin whole. Then the memory stays pageable, copies take a detour, and `refused` says why.
     """
 
-    def __init__(self, device: Device, memory: Bytes, *, chunk: int = CHUNK) -> None:
+    def __init__(self, device: Device, memory: Bytes, *, slot_bytes: int, chunk: int = CHUNK) -> None:
+        self.together = max(1, chunk // slot_bytes)
+        """How many slots one call pins."""
+        chunk = self.together * slot_bytes
         self.refused: str | None = None
         """Why the memory is pageable; None when it is pinned."""
         self._given = ExitStack()

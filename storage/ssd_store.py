@@ -125,9 +125,10 @@ class SsdStore:
         """Return None: a disk's bytes are not addressable."""
         self._check(slot)
 
-    def views(self, slot: int, count: int) -> None:
+    def views(self, first: int, count: int) -> None:
         """Return None, as `view` does."""
-        self._check(slot)
+        self._check(first)
+        self._check(first + count - 1)
 
     def fetch(self, slot: int, identity: Identity, into: Planes) -> None:
         """Copy the block in `slot` into `into`, `[planes, unit_bytes]`, and verify it against `identity`.

@@ -1,4 +1,4 @@
-"""A stack whose HBM tier lies on a device, mostly the fake one: everything above the device is what production runs."""
+"""A stack whose HBM tier lies on a device, mostly the lazy one: everything above the device is what production runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from tests.fake_device import FakeDevice, pool_array
 from tests.oracle import oracle_block
 from tests.storage.blocks import contiguous
 from tests.storage.ssd_fixture import capacity_for
 from tiercache.config import Config
 from tiercache.kernels.device import Device, Pool
 from tiercache.kernels.host import Bytes
+from tiercache.kernels.lazy import LazyDevice, pool_array
 from tiercache.keys import ROOT_KEY, block_keys
 from tiercache.leases import Lease, Session
 from tiercache.service.stack import Seams, Stack
@@ -28,7 +28,7 @@ from tiercache.storage.device_arena import DeviceArena
 from tiercache.storage.device_copier import DeviceCopier
 from tiercache.storage.layouts import block_first_slot_bytes
 from tiercache.storage.memory import HostMemory
-from tiercache.storage.pinning import Pinning
+from tiercache.storage.pinning import CHUNK, Pinning
 from tiercache.storage.ssd import SsdTier
 from tiercache.storage.staging import Ring
 from tiercache.storage.workers import Lane, ThreadWorkers
@@ -126,14 +126,22 @@ def is_exact(found: Sequence[tuple[int, bytes]], key: bytes) -> bool:
 
 @asynccontextmanager
 async def device_house(
-    folder: Path, seed: int, *, hbm: int, dram: int | None, ssd: int = 256, stages: int = 2, stage_blocks: int = 2
-) -> AsyncIterator[DeviceHouse[FakeDevice]]:
-    """Open a stack of so many slots a tier on a fake device; without `dram` the device stands on the disk."""
-    device = FakeDevice(seed)
+    folder: Path,
+    seed: int,
+    *,
+    hbm: int,
+    dram: int | None,
+    ssd: int = 256,
+    stages: int = 2,
+    stage_blocks: int = 2,
+    together: int | None = None,
+) -> AsyncIterator[DeviceHouse[LazyDevice]]:
+    """Open a stack of so many slots a tier on a lazy device; without `dram` the device stands on the disk."""
+    device = LazyDevice(seed)
     arena = DeviceArena(device, GEOMETRY, length=hbm * GEOMETRY.block_bytes)
     ring = Ring(device, GEOMETRY, stages=stages, blocks=stage_blocks)
     memory = None if dram is None else HostMemory(block_first_slot_bytes(GEOMETRY) * dram)
-    async with house_on(device, folder, arena, ring, memory, ssd=ssd, pool_of=pool_array) as house:
+    async with house_on(device, folder, arena, ring, memory, ssd=ssd, pool_of=pool_array, together=together) as house:
         try:
             yield house
         finally:
@@ -143,15 +151,16 @@ async def device_house(
 
 @asynccontextmanager
 async def pinned_house(
-    device: D, folder: Path, *, hbm: int, dram: int, pool_of: Callable[[Pool], Bytes]
+    device: D, folder: Path, *, hbm: int, dram: int, pool_of: Callable[[Pool], Bytes], chunk: int = CHUNK, stage_blocks: int = 1
 ) -> AsyncIterator[DeviceHouse[D]]:
-    """Open a stack of so many slots a tier on any device, with two stages of one block, above memory that is pinned for it."""
+    """Open a stack of so many slots a tier on any device, with two stages, above memory that is pinned for it."""
     arena = DeviceArena(device, GEOMETRY, length=hbm * GEOMETRY.block_bytes)
     memory = HostMemory(block_first_slot_bytes(GEOMETRY) * dram)
-    pinning = Pinning(device, memory.array)
+    pinning = Pinning(device, memory.array, slot_bytes=block_first_slot_bytes(GEOMETRY), chunk=chunk)
     try:
         assert pinning.refused is None
-        async with house_on(device, folder, arena, Ring(device, GEOMETRY, stages=2, blocks=1), memory, pool_of=pool_of) as house:
+        ring = Ring(device, GEOMETRY, stages=2, blocks=stage_blocks)
+        async with house_on(device, folder, arena, ring, memory, pool_of=pool_of, together=pinning.together) as house:
             yield house
     finally:
         pinning.close()
@@ -167,6 +176,7 @@ async def house_on(
     *,
     pool_of: Callable[[Pool], Bytes],
     ssd: int = 256,
+    together: int | None = None,
 ) -> AsyncIterator[DeviceHouse[D]]:
     """Open a stack of the device's arena, memory and a disk."""
     stores: list[Store] = [arena]
@@ -179,7 +189,7 @@ async def house_on(
 
     def on_device(inner: Copier) -> Copier:
         assert isinstance(inner, StoreCopier)
-        return DeviceCopier(inner, stores, arena, device, ring, workers)
+        return DeviceCopier(inner, stores, arena, device, ring, workers, together=together)
 
     stack = Stack(Config.of(hbm="1 MiB", lease_share=1.0), GEOMETRY, 16, stores, workers, Seams(copier=on_device))
     await stack.begin()

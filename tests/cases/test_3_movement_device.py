@@ -1,20 +1,21 @@
 """Kind 3, tier movement across a device's bus: M7, and what M1, M2 and M3 say of it, with copies that happen late.
 
-The device is `tests.fake_device`: a copy reads its source when its stream comes to it, streams run in an order drawn from the seed,
-and memory that was given back before its copy is a fault. M7 on a real stream is in `test_9_cuda`.
+The device is `tiercache.kernels.lazy`'s: a copy reads its source when its stream comes to it, streams run in an order drawn from
+the seed, and memory that was given back before its copy is a fault. M7 on a real stream is in `test_9_cuda`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.device_rig import GEOMETRY, DeviceHouse, device_house, is_exact, keys_of, truth
-from tests.fake_device import PATIENCE, FakeDevice, FakeStream, pool_array
+from tiercache.kernels.lazy import PATIENCE, LazyDevice, LazyStream, pool_array
 from tiercache.transfer import Transfer
 from tiercache.tree import path
 
@@ -85,10 +86,10 @@ async def test_m7_both_ways_share_the_stages(tmp_path: Path, seed: int, order: s
         if order == "in turn":
             house.device.choose = Turns()
         house.device.held = True
-        house.device.enqueued = 0
+        house.device.recorded = 0
         promotions = [house.stack.traffic.promote(lease) for lease in leases]
         assert sum(transfer.count for transfer in house.demote(18)) == 18
-        await until(lambda: house.device.enqueued >= 6 * (3 + 1) + 6 * (2 + 3))
+        await until(lambda: house.device.recorded == 6 * 1 + 6 * 2)  # the first layer of each up, two stages of each down
 
         house.device.held = False
         house.device.run()
@@ -135,9 +136,9 @@ async def test_m2_a_promotion_reads_its_source_when_its_stream_comes_to_it(tmp_p
         await house.stack.traffic.settle()
         lease = house.lease(key)
         house.device.held = True
-        house.device.enqueued = 0
+        house.device.recorded = 0
         promotion = house.stack.traffic.promote(lease)
-        await until(lambda: house.device.enqueued >= 4)
+        await until(lambda: house.device.recorded == 1)  # the first layer
         house.cache.release(lease)
         pool = house.cache.residency.slots[DRAM]
         house.stack.mover.start(house.cache.moves.make_room(DRAM, pool.capacity, drop=True))
@@ -190,7 +191,7 @@ async def test_m3_a_device_that_takes_no_more_work_half_way(tmp_path: Path, seed
 async def test_m3_what_failed_half_way_writes_no_slot_of_another(tmp_path: Path, seed: int) -> None:
     """A copy that was enqueued before the device refused the next one has run when the slots are given to somebody else."""
     [key] = keys_of(seed, 1, 4)
-    async with device_house(tmp_path, seed, hbm=4, dram=4, stage_blocks=4) as house:
+    async with device_house(tmp_path, seed, hbm=4, dram=4, stage_blocks=4, together=1) as house:
         house.insert(key)
         house.device.held = True
         house.device.enqueued = 0
@@ -208,6 +209,57 @@ async def test_m3_what_failed_half_way_writes_no_slot_of_another(tmp_path: Path,
         assert pool.free == 4
         assert is_exact(house.found(key), key)
         house.stack.check()
+
+
+@pytest.mark.parametrize("together", [None, 3])
+async def test_m7_neighbours_cross_together_and_arrive_apart(tmp_path: Path, seed: int, together: int | None) -> None:
+    """Slots of DRAM that were freed in any order take a prompt, whose neighbours cross in one copy: each block is its own."""
+    draw = random.Random(seed)
+    first, second = keys_of(seed, 8, 1), keys_of(seed + 1, 2, 5)
+    async with device_house(tmp_path, seed, hbm=10, dram=10, stages=2, stage_blocks=5, together=together) as house:
+        for key in first:
+            house.insert(key)
+        house.demote(10)
+        await house.stack.traffic.settle()
+        for key in draw.sample(first, len(first)):
+            house.cache.delete(house.space, key)
+        house.stack.sweep_waste()
+        await house.stack.traffic.settle()
+        for key in second:
+            house.insert(key)
+        poison(house)
+        house.demote(10)
+        await house.stack.traffic.settle()
+        for key in second:
+            found = house.found(key)
+            assert [tier for tier, _ in found] == [DRAM] * 5 and is_exact(found, key)
+        poison(house)
+        for key in second:
+            lease = house.lease(key)
+            await house.promote(lease)
+            house.cache.release(lease)
+
+        for key in second:
+            found = house.found(key)
+            assert [tier for tier, _ in found] == [HBM] * 5 and is_exact(found, key)
+        house.stack.check()
+
+
+async def test_neighbours_cost_one_copy(tmp_path: Path, seed: int) -> None:
+    """Eight blocks in neighbouring slots go down by a gather and one copy, and each layer up by one copy and a scatter."""
+    [key] = keys_of(seed, 1, 8)
+    async with device_house(tmp_path, seed, hbm=8, dram=8, stages=1, stage_blocks=8) as house:
+        house.insert(key)
+        house.device.enqueued = 0
+        house.demote(8)
+        await house.stack.traffic.settle()
+        down, house.device.enqueued = house.device.enqueued, 0
+        lease = house.lease(key)
+        await house.promote(lease)
+        house.cache.release(lease)
+
+        assert (down, house.device.enqueued) == (2, 2 * GEOMETRY.layers)
+        assert is_exact(house.found(key), key)
 
 
 async def test_w4_layers_come_up_in_order_and_whole(tmp_path: Path, seed: int) -> None:
@@ -236,7 +288,7 @@ async def test_w4_layers_come_up_in_order_and_whole(tmp_path: Path, seed: int) -
         house.cache.release(lease)
 
 
-def poison(house: DeviceHouse[FakeDevice]) -> None:
+def poison(house: DeviceHouse[LazyDevice]) -> None:
     """Overwrite every free slot of the device."""
     used = {
         slot
@@ -254,8 +306,8 @@ class Turns:
     """Lets streams go on in turn."""
 
     def __init__(self) -> None:
-        self._last: FakeStream | None = None
+        self._last: LazyStream | None = None
 
-    def __call__(self, ready: list[FakeStream]) -> FakeStream:
+    def __call__(self, ready: list[LazyStream]) -> LazyStream:
         self._last = next((stream for stream in ready if stream is not self._last), ready[0])
         return self._last

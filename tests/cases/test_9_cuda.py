@@ -144,7 +144,7 @@ def test_q3_pinning_that_the_driver_refuses(device: CudaDevice, at: int) -> None
         parts = [memory.array[place : place + CHUNK] for place in range(0, CHUNK * CHUNKS, CHUNK)]
         device.register(parts[at])
         try:
-            pinning = Pinning(device, memory.array, chunk=CHUNK)
+            pinning = Pinning(device, memory.array, slot_bytes=4096, chunk=CHUNK)
 
             assert pinning.refused is not None and str(CHUNK) in pinning.refused
             assert works(device)
@@ -154,7 +154,7 @@ def test_q3_pinning_that_the_driver_refuses(device: CudaDevice, at: int) -> None
         for part in parts:  # twice is refused: none of them was left pinned
             device.register(part)
             device.unregister(part)
-        pinning = Pinning(device, memory.array, chunk=CHUNK)
+        pinning = Pinning(device, memory.array, slot_bytes=4096, chunk=CHUNK)
         assert pinning.refused is None
         pinning.close()
         assert works(device)

@@ -27,13 +27,13 @@ def compiler() -> str | None:
     return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
-def compiled(folder: Path) -> ctypes.CDLL:
-    """Compile the kernels into `folder` and load them."""
-    library = folder / "blocks.so"
-    flags = ["-x", "c++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+def compiled(folder: Path, source: Path = SOURCE) -> ctypes.CDLL:
+    """Compile the kernels of a source into `folder` and load them."""
+    library = folder / f"{source.stem}.so"
+    flags = ["-x", "c++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{SOURCE.parent}"]
     found = compiler()
     assert found is not None
-    subprocess.run([found, *flags, "-o", str(library), str(SOURCE)], check=True)
+    subprocess.run([found, *flags, "-o", str(library), str(source)], check=True)
     return ctypes.CDLL(str(library))
 
 
@@ -81,6 +81,29 @@ class HostKernels:
         self._library[f"host_{name}_{how.width}"](_how(how, seed), _at(source), _index(slots), _at(target), *numbers)
         self._require_each_once(how)
         return how
+
+
+def host_mapped(library: ctypes.CDLL, planes: int, slots: int, unit: int, chosen: Sequence[int], *, seed: int) -> None:
+    """Run both kernels of `bench/mapped.cu` between a pool and twice as many padded slots, and compare every byte."""
+    draw = np.random.default_rng(seed)
+    pool = draw.integers(0, 256, (planes, slots, unit), np.uint8)
+    stride = -(-planes * unit // 4096) * 4096
+    memory = draw.integers(0, 256, (2 * slots, stride), np.uint8)
+    numbers = [int(number) for number in draw.permutation(2 * slots)[: len(chosen)]]
+    how = plan(unit_bytes=unit, planes=planes, pool_slots=slots, slots=chosen, addresses=[0])
+    assert how.width == 16
+    sizes = tuple(map(ctypes.c_uint, (how.rows, planes, 0, slots, how.vectors, stride // 16)))
+    for way in ("down", "up"):
+        expected = (pool.copy(), memory.copy())
+        for slot, number in zip(chosen, numbers, strict=True):
+            block = expected[1][number, : planes * unit].reshape(planes, unit)
+            if way == "down":
+                block[...] = expected[0][:, slot]
+            else:
+                expected[0][:, slot] = block
+        library[f"host_mapped_{way}"](_how(how, seed), _at(pool), _index(chosen), _at(memory), _index(numbers), *sizes)
+        assert np.array_equal(pool, expected[0]) and np.array_equal(memory, expected[1])
+        memory[:] = draw.integers(0, 256, memory.shape, np.uint8)
 
 
 def _how(how: Launch, seed: int) -> _How:

@@ -51,8 +51,8 @@ class _Alone:
     def view(self, slot: int) -> Planes | None:
         return self._store.view(slot)
 
-    def views(self, slot: int, count: int) -> Planes | None:
-        return self._store.views(slot, count)
+    def views(self, first: int, count: int) -> None:
+        self._store.views(first, count)
 
     def fetch(self, slot: int, identity: Identity, into: Planes) -> None:
         self._store.fetch(slot, identity, into)

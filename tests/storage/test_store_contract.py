@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.fake_device import FakeDevice
 from tests.storage.blocks import POISON, Block, chain, contiguous, strided
 from tiercache.errors import TierCacheError, Untrusted
+from tiercache.kernels.lazy import LazyDevice
 from tiercache.spec import Geometry
 from tiercache.storage.arenas import DramArena, HostHbmArena
 from tiercache.storage.contract import FULL_CHARGE, Put, Store
@@ -52,7 +52,7 @@ def ssd(path: Path, geometry: Geometry, slots: int) -> Store:
 
 
 def device(path: Path, geometry: Geometry, slots: int) -> Store:
-    return DeviceArena(FakeDevice(1), geometry, length=geometry.block_bytes * slots)
+    return DeviceArena(LazyDevice(1), geometry, length=geometry.block_bytes * slots)
 
 
 MAKERS = {"DRAM": (Tier.DRAM, dram), "HBM": (Tier.HBM, hbm), "device": (Tier.HBM, device), "SSD": (Tier.SSD, ssd)}
@@ -273,6 +273,23 @@ def test_a_view_is_the_slot_itself(store: Store, seed: int) -> None:
     assert view.shape == (GEOMETRY.planes, GEOMETRY.unit_bytes)
     assert before == first.planes.tobytes()
     assert fetched(store, 4, second) == second.planes.tobytes()
+
+
+@addressable
+def test_neighbouring_slots_are_seen_in_one(store: Store, seed: int) -> None:
+    """Views of several slots are the slots' own bytes, and what is written there is what is fetched; one slot beyond is refused."""
+    blocks = chain(GEOMETRY, 3, seed=seed)
+    stored(store, blocks[0].at(2), blocks[1].at(3))
+    views = store.views(2, 3)
+    assert views is not None
+
+    views[2] = blocks[2].planes
+
+    assert views.shape == (3, GEOMETRY.planes, GEOMETRY.unit_bytes)
+    assert [view.tobytes() for view in views] == [block.planes.tobytes() for block in blocks]
+    assert fetched(store, 4, blocks[2]) == blocks[2].planes.tobytes()
+    with pytest.raises(TierCacheError, match=f"slot {SLOTS}"):
+        store.views(SLOTS - 2, 3)
 
 
 @addressable
