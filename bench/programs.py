@@ -11,6 +11,7 @@ from tiercache.bench.run import Run
 
 NAMES: dict[str, str] = {
     "tree": "the index alone: match, insert, split, evict, as it grows; beside SGLang's trees where they are installed",
+    "peer": "store and retrieve, in memory and on disk, beside LMCache where it is installed",
 }
 
 
