@@ -16,10 +16,10 @@ export PYTHONSAFEPATH = 1
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help all demo test test-slow test-gpu check format bench peer-sglang coverage clean
+.PHONY: help all demo test test-slow test-gpu check format bench peer-sglang peer-lmcache coverage clean
 
 help: ## Say what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 all: check test ## Check and test
 
@@ -65,10 +65,27 @@ peer-sglang: .venv-sglang/.ready ## Install SGLang's trees, which `make bench` m
 	.venv-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps sglang==0.5.23
 	@touch $@
 
+# LMCache pins what we don't want beside us, and asks for CUDA's build of torch; so it gets an environment of its own, without what it
+# only needs on a GPU. Benchmarks look for it there, or where TIERCACHE_PEER_LMCACHE says.
+PEER := .venv-lmcache
+PEER_NEEDS := sortedcontainers aiofile aiofiles blake3 aiohttp fastapi httpx msgspec 'numpy<=2.2.6' nvtx \
+	'opentelemetry-api<=1.40' 'opentelemetry-sdk<=1.40' opentelemetry-exporter-otlp \
+	'opentelemetry-exporter-prometheus<=0.61b0' 'prometheus_client<=0.24.1' psutil py-cpuinfo pyyaml pyzmq 'grpcio>=1.78' \
+	grpcio-observability==1.78.0 'protobuf<7' redis safetensors uvicorn httptools cachetools cryptography numba 'setuptools<81'
+
+peer-lmcache: $(PEER)/.ready ## Install LMCache for the benchmark beside it
+
+$(PEER)/.ready: $(READY)
+	test -x $(PEER)/bin/python || $(BIN)/python -m venv $(PEER)
+	$(PEER)/bin/python -m pip install --quiet $(PIP_ARGS) torch==2.13.0
+	$(PEER)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps lmcache==0.5.6
+	$(PEER)/bin/python -m pip install --quiet $(PIP_ARGS) $(PEER_NEEDS)
+	@touch $@
+
 coverage: $(READY) ## Run the fast tests and say what they leave out
 	$(BIN)/python -m pytest -m "not slow and not gpu" --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
 clean: ## Remove what was built, the environment too
-	rm -rf $(VENV) .venv-sglang build dist *.egg-info .coverage .coverage.* htmlcov
+	rm -rf $(VENV) .venv-sglang $(PEER) build dist *.egg-info .coverage .coverage.* htmlcov
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ NAMES: dict[str, str] = {
     "restart": "from exec to the first correct hit, as the store grows",
     "service": "the daemon and its client: matches beside a bare round trip, many sessions, what holds the loop",
     "runner": "a real model: what a hit adds to a pass, by tier and length, and what the cache costs when nothing hits",
+    "peer": "store and retrieve, in memory and on disk, beside LMCache where it is installed",
 }
 
 

@@ -57,7 +57,7 @@ def serve(
     given = {"directory": directory, "admin": admin, "admin_token_file": admin_token_file}
     try:
         daemon = Daemon(effective(config, sizes, given), socket)
-        run(lambda: _until_told(daemon))
+        run(lambda: until_told(daemon))
     except TierCacheError as error:
         typer.echo(f"tiercache: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, InvalidInput) else 1) from error
@@ -90,7 +90,8 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         runner.run(work())
 
 
-async def _until_told(daemon: Daemon) -> None:
+async def until_told(daemon: Daemon) -> None:
+    """Start the daemon, and stop it at SIGTERM or SIGINT. Raises what starting it raises."""
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -169,6 +169,7 @@ class TierCache:
                     self.config.path,
                     codec=self.config.codec,
                     batch_bytes=parse_size(self.config.batch_bytes),
+                    sync=self._seams.sync,
                     values=self._seams.values,
                 )
             except (StoreError, DirectoryRefused) as error:

@@ -71,13 +71,15 @@ class Seams:
     `values` is the class whose three operations touch the SSD tier's data, `measure` what looks at its file system. `retry` is
     how many seconds a store that refused is left alone, `patience` how many closing gives moves under way beyond what it may
     take to write down, and readers a promotion of which nothing comes, beyond what it may wait for room. `forgetting` is how
-    many a delete waits for the disk.
+    many a delete waits for the disk. Without `sync` the SSD tier syncs nothing, and says durable of what a loss of power takes:
+    only to be measured beside what doesn't sync either.
     """
 
     clock: Clock = field(default_factory=MonotonicClock)
     workers: Callable[[Config, Clock], Workers] = _threads
     copier: Callable[[Copier], Copier] = _as_it_is
     values: type[LmdbValues] = LmdbValues
+    sync: bool = True
     measure: Callable[[Path], DiskRoom] = measure
     retry: float = 1.0
     patience: float = 5.0

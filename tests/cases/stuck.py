@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tiercache.config import Config
-from tiercache.service.cli_serve import _until_told, run
+from tiercache.service.cli_serve import run, until_told
 from tiercache.service.daemon.daemon import Daemon
 from tiercache.service.stack import Seams
 from tiercache.storage.ssd_values import LmdbValues, Write
@@ -45,7 +45,7 @@ def values(step: str, folder: Path) -> type[LmdbValues]:
 async def main(step: str, file: Path, socket: str) -> None:
     """Serve until told to stop."""
     seams = Seams(values=values(step, file.parent), patience=0.2)
-    await _until_told(Daemon(Config.from_toml(file), socket, seams=seams))
+    await until_told(Daemon(Config.from_toml(file), socket, seams=seams))
 
 
 if __name__ == "__main__":

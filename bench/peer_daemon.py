@@ -1,0 +1,64 @@
+"""Our daemon in a process of its own, beside a peer: `python -m tiercache.bench.peer_daemon CONFIG SOCKET [unsynced]`.
+
+With `unsynced` it syncs nothing, which no configuration allows: it is how the peer writes, and for no other use.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tiercache.bench.peer_link import end
+from tiercache.config import Config
+from tiercache.service.cli_serve import run, until_told
+from tiercache.service.client.client import BackOff, connect
+from tiercache.service.client.remote_kv import RemoteKV
+from tiercache.service.daemon.daemon import Daemon
+from tiercache.service.stack import Seams
+from tiercache.spec import KVSpec, Namespace
+
+SPACE = Namespace(model="bench", weights="none")
+EXACT: dict[str, Any] = {"lease_share": 1.0, "admit_ms": 600_000, "watermark_low": 0.0, "watermark_high": 0.0}
+"""Nothing moves but what is measured."""
+_DEADLINE = 60.0
+
+
+@asynccontextmanager
+async def daemon(config: Config, spec: KVSpec, *, sync: bool = True) -> AsyncIterator[RemoteKV]:
+    """Run a daemon of `config` and a client of it, and give the namespace that is measured; both end with the block."""
+    with _process(config, sync=sync) as socket:
+        async with connect(f"unix://{socket}", deadline=_DEADLINE, back_off=BackOff(first=0.01, most=0.05)) as client:
+            await client.connected()
+            yield await client.open(SPACE, spec)
+
+
+@contextmanager
+def _process(config: Config, *, sync: bool) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="tiercache-") as place:  # by the default: a socket's path is short
+        file, socket = Path(place) / "config.json", Path(place) / "s"
+        file.write_bytes(msgspec.json.encode(config))
+        command = [sys.executable, "-m", "tiercache.bench.peer_daemon", str(file), str(socket), *(["unsynced"] * (not sync))]
+        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        try:
+            yield socket
+        finally:
+            end(process)
+
+
+def main(file: str, socket: str, *words: str) -> None:
+    """Run the daemon until it is told to stop."""
+    config = msgspec.json.decode(Path(file).read_bytes(), type=Config)
+    seams = Seams(sync="unsynced" not in words)
+    run(lambda: until_told(Daemon(config, socket, seams=seams)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
