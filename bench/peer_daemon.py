@@ -5,6 +5,7 @@ With `unsynced` it syncs nothing, which no configuration allows: it is how the p
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -34,23 +35,37 @@ _DEADLINE = 60.0
 @asynccontextmanager
 async def daemon(config: Config, spec: KVSpec, *, sync: bool = True) -> AsyncIterator[RemoteKV]:
     """Run a daemon of `config` and a client of it, and give the namespace that is measured; both end with the block."""
-    with _process(config, sync=sync) as socket:
+    with _process(config, sync=sync) as (process, socket):
         async with connect(f"unix://{socket}", deadline=_DEADLINE, back_off=BackOff(first=0.01, most=0.05)) as client:
             await client.connected()
+            await _rests(process)
             yield await client.open(SPACE, spec)
 
 
 @contextmanager
-def _process(config: Config, *, sync: bool) -> Iterator[Path]:
+def _process(config: Config, *, sync: bool) -> Iterator[tuple[int, Path]]:
     with tempfile.TemporaryDirectory(prefix="tiercache-") as place:  # by the default: a socket's path is short
         file, socket = Path(place) / "config.json", Path(place) / "s"
         file.write_bytes(msgspec.json.encode(config))
         command = [sys.executable, "-m", "tiercache.bench.peer_daemon", str(file), str(socket), *(["unsynced"] * (not sync))]
         process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
         try:
-            yield socket
+            yield process.pid, socket
         finally:
             end(process)
+
+
+async def _rests(process: int) -> None:
+    """Wait until a process does nothing more: behind its start our daemon makes its pages larger."""
+    before = -1.0
+    while (spent := _processor_seconds(process)) > before + 0.02:
+        before = spent
+        await asyncio.sleep(0.3)
+
+
+def _processor_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main(file: str, socket: str, *words: str) -> None:

@@ -171,4 +171,4 @@ def _resident(file: int) -> NDArray[np.uint8]:
         )
         del whole  # a map that is looked into can't be closed
     assert not failed, "mincore refused"
-    return states & 1
+    return np.bitwise_and(states, 1, dtype=np.uint8)

@@ -31,6 +31,7 @@ from tiercache.service.daemon.tcp import open_tcp, token_of
 from tiercache.service.finishing import Finishing
 from tiercache.service.inprocess import TierCache
 from tiercache.service.stack import Seams
+from tiercache.storage.huge_pages import HugePages
 from tiercache.sizes import parse_size
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Daemon:
         self._runners: list[web.AppRunner] = []
         self._servers: list[asyncio.Server] = []
         self._descriptors: Descriptors | None = None
+        self._pages: HugePages | None = None
         self._handling: set[asyncio.Task[object]] = set()
         self._ending = Finishing("tiercache-session-end")
 
@@ -89,6 +91,8 @@ class Daemon:
             await self.cache.close()
             await self._shut()
             raise
+        if self.config.device == "cpu":  # a device's driver holds its pages where they are
+            self._pages = HugePages(self.cache.memory)
         self.state = "serving"
         notify(READY=1, STATUS=f"serving at {self.path}")
         log.info("serving", extra={"socket": str(self.path), "boot": self.house.boot.hex(), "pid": os.getpid()})
@@ -116,6 +120,8 @@ class Daemon:
             await self._ending.wait()
             if self._descriptors is not None:
                 self._descriptors.close()
+            if self._pages is not None:
+                self._pages.close()
             self.house.close()
             await self.cache.close()
         finally:
