@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -37,13 +38,16 @@ class Shape(NamedTuple):
 
 def measure(bench: Bench) -> None:
     """Compare."""
-    for name, check in (("gather", _gather), ("scatter", _scatter), ("fork", _fork), ("rows", _rows), ("mapped", _mapped)):
-        wrong: list[str] = []
-        shapes = _shapes(bench.seed, bench.pick(8, 120), whole=name == "mapped")
-        for shape in shapes:
-            wrong += [] if check(bench, shape) else [str(shape)]
-        bench.check(f"{name} is the reference's, byte for byte", not wrong, wrong[0] if wrong else f"{len(shapes)} shapes")
+    for name, check in (("gather", _gather), ("scatter", _scatter), ("fork", _fork), ("rows", _rows)):
+        _each(bench, name, check)
     _far(bench)
+    _each(bench, "mapped", _mapped)
+
+
+def _each(bench: Bench, name: str, check: Callable[[Bench, Shape], bool]) -> None:
+    shapes = _shapes(bench.seed, bench.pick(8, 120), whole=name == "mapped")
+    wrong = [str(shape) for shape in shapes if not check(bench, shape)]
+    bench.check(f"{name} is the reference's, byte for byte", not wrong, wrong[0] if wrong else f"{len(shapes)} shapes")
 
 
 def _shapes(seed: int, count: int, *, whole: bool) -> list[Shape]:

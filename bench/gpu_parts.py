@@ -15,14 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from tiercache.bench.figures import Figure, Result
 from tiercache.bench.gpu_bench import DRY, Bench, Card, Check, Line, Measured, Note, lines
 from tiercache.bench.gpu_rig import CudaRig, LazyRig, Rig
 from tiercache.bench.machine import commit, machine
-from tiercache.bench.show import tables
+from tiercache.bench.show import conditions, quantity
 from tiercache.errors import MemoryRefused
+from tiercache.sizes import format_size
 
 NO_CARD = 2
 LIMIT = 150.0
@@ -86,7 +89,7 @@ def run_all(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     )
     if options.json is not None:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-    _show(console, result)
+    show(console, result)
     return 0 if all(check.passed for check in result.checks) else 1
 
 
@@ -103,9 +106,14 @@ def _part(name: str, out: Path, seed: int, *, dry: bool) -> tuple[int, str, floa
     return done.returncode, done.stderr[-2000:] or f"status {done.returncode}", time.monotonic() - began
 
 
-def _show(console: Console, result: GpuResult) -> None:
-    for table in tables("gpu", result.figures):
-        console.print(table)
+def show(console: Console, result: GpuResult) -> None:
+    """Print a short table."""
+    if result.figures:
+        console.print(_shares(result.figures))
+    for figure in result.figures:
+        if "block bytes" not in figure.at:
+            beside = "" if figure.reference is None else f", {figure.ratio:.2f} of {figure.reference.name}"
+            console.print(f"{figure.name} ({conditions(figure)}): {quantity(figure.value.median, figure.unit)}{beside}")
     for note in result.notes:
         console.print(f"note: {note}")
     failed = [check for check in result.checks if not check.passed]
@@ -116,6 +124,25 @@ def _show(console: Console, result: GpuResult) -> None:
     console.print(f"{len(result.checks) - len(failed)} of {len(result.checks)} checks held")
     if judged:
         console.print(f"{sum(map(_reached, judged))} of {len(judged)} goals reached")
+
+
+def _shares(figures: Sequence[Figure]) -> Table:
+    """Return a row a way: the share of the card's own rate at each size of a block; what misses its goal is marked."""
+    sizes = sorted({size for figure in figures if isinstance(size := figure.at.get("block bytes"), int)})
+    table = Table(title="share of the card's own rate, by bytes of a block", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for size in sizes:
+        table.add_column(format_size(size), justify="right")
+    for name in dict.fromkeys(figure.name for figure in figures if "block bytes" in figure.at):
+        row = {figure.at["block bytes"]: figure for figure in figures if figure.name == name}
+        table.add_row(name, *(_share(row.get(size)) for size in sizes))
+    return table
+
+
+def _share(figure: Figure | None) -> str:
+    if figure is None or figure.ratio is None:
+        return ""
+    return f"{figure.ratio:.2f}{'' if figure.reached is None or figure.reached else ' !'}"
 
 
 def _reached(figure: Figure) -> bool:

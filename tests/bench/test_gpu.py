@@ -5,17 +5,23 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.kernels.host_kernels import compiled, compiler, host_mapped
 from tests.project.tree import ROOT
 from tiercache.bench.__main__ import main
+from tiercache.bench.figures import Figure, Goal, Reference, Spread
 from tiercache.bench.gpu import PARTS
+from tiercache.bench.gpu_bench import Check
 from tiercache.bench.gpu_kernels import _shapes
+from tiercache.bench.gpu_parts import GpuResult, show
+from tiercache.bench.gpu_rates import SIZES
 from tiercache.bench.gpu_rig import MAPPED
 from tiercache.kernels.compile import ARCHITECTURES, compile_report
 
@@ -86,6 +92,51 @@ def test_a_check_that_fails_is_the_exit_status(tmp_path: Path, monkeypatch: pyte
     found = json.loads((tmp_path / "out.json").read_text())
     assert status == 1
     assert [check["what"] for check in found["checks"] if not check["passed"]] == ["part order came to its end"]
+
+
+def test_the_table_is_short_and_marks_what_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A row a way with its shares by size of a block, a line for each other figure, the counts last; no line over 120."""
+    figures = [
+        Figure(
+            name=name,
+            at={"block bytes": size},
+            unit="B/s",
+            value=Spread.of([rate]),
+            reference=Reference("pinned copy to the host", Spread.of([50e9])),
+            goal=Goal(key="gpu-down", at_least=0.9) if size > 1 << 17 else None,
+        )
+        for name in ("gather and copy down", "gather and copy down, no neighbours")
+        for size, rate in zip(SIZES, range(int(15e9), int(50e9), int(5e9)), strict=True)
+    ]
+    whole = Figure(name="promotion, whole", at={"tokens": 8192}, unit="s", value=Spread.of([0.05]))
+    shown = GpuResult(
+        program="gpu",
+        quick=False,
+        command="",
+        date="2026-01-01",
+        seconds=1.0,
+        commit="",
+        machine={},
+        notes=["a note"],
+        figures=[*figures, whole],
+        dry_run=False,
+        seed=7,
+        card={"card": "a card"},
+        checks=[Check("one", True), Check("other", False, "why")],
+    )
+
+    show(Console(width=120), shown)
+
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 120
+    assert re.search(r"gather and copy down +0\.30 +0\.40 +0\.50 ! +0\.60 ! +0\.70 ! +0\.80 ! +0\.90 *\n", out)
+    assert "promotion, whole (tokens 8,192): 50 ms\n" in out
+    assert out.splitlines()[-4:] == [
+        "FAILED: other: why",
+        "a card, 2026-01-01, 1 s, seed 7",
+        "1 of 2 checks held",
+        "2 of 10 goals reached",
+    ]
 
 
 def test_the_mapped_kernels_compile_everywhere_and_spill_nothing() -> None:
