@@ -174,8 +174,9 @@ class Hits:
                     "first token", [one.hit for one in timed], "s", at=at, reference=Reference(KV_IN_RAM, Spread.of(alone))
                 )
                 found.append(_Added(at, [one.added for one in timed], size, memcpy.reference, place))
-                if place.tier is Tier.DRAM:
-                    self._run.add("first token", alone, "s", at={**at, "KV from": "RAM", "cache": "none"})
+                ram: dict[str, str | int | float] = {**at, "KV from": "RAM", "cache": "none"}
+                if place.tier is Tier.DRAM and all(figure.at != ram for figure in self._run.figures):
+                    self._run.add("first token", alone, "s", at=ram)
         return found
 
     async def _request(self, runner: Runner, room: Room, tokens: int, number: int, place: Place) -> _Timed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator
 from typing import NamedTuple
@@ -139,21 +140,25 @@ async def test_a_block_that_changes_under_its_copy_is_not_good(house: House, lat
 async def test_a_gather_ends_when_all_of_its_threads_have(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """One dies while another still writes: the caller hears of it only when that one has ended, too."""
     monkeypatch.setattr(reader, "SHARE", 1)
-    dead, ended = threading.Event(), threading.Event()
+    dead, go = threading.Event(), threading.Event()
     first = threading.Lock()
 
     def dying(blocks: Bytes, into: Bytes) -> None:
         if first.acquire(blocking=False):
             dead.set()
             raise SystemExit("killed by the test")
-        assert dead.wait(PATIENCE)
+        assert go.wait(PATIENCE)
         copy_run(blocks, into)
-        ended.set()
 
     monkeypatch.setattr(reader, "copy_run", dying)
     places = house.places(PATTERNS["neighbours"])
     into, _ = target(len(places))
 
+    gathering = asyncio.ensure_future(house.reader.gather(places, into))
+    while not dead.is_set():  # noqa: ASYNC110 - it is set in a thread
+        await asyncio.sleep(0.001)
+    done, _ = await asyncio.wait([gathering], timeout=0.05)
+    assert not done, "a thread still writes"
+    go.set()
     with pytest.raises(WorkerDied):
-        await house.reader.gather(places, into)
-    assert ended.is_set()
+        await gathering
