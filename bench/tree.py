@@ -31,7 +31,7 @@ _GOALS = {"radix": Goal(key="tree-python", at_most=0.2), "native": Goal(key="tre
 PLOTS = (
     Plot("tree-chats", "One request of a chat: match, lease, insert, release", ("chat",), x="tokens", series=("tree",)),
     Plot("tree-growth", "One call, as the tree grows", ("match", "insert", "split"), x="leaves", series=("name", "edge blocks")),
-    Plot("tree-evict", "Freeing one block of a full tree", ("evict", "evict, peer"), x="leaves", series=("name", "tree", "leased")),
+    Plot("tree-evict", "Freeing one block of a full tree", ("evict", "evict, peer"), x="leaves", series=("name", "tree", "leases")),
     Plot("tree-depth", "Match of a chain of one-block nodes", ("match, deep",), x="depth"),
     Plot(
         "tree-index",
