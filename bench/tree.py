@@ -31,7 +31,7 @@ _GOALS = {"radix": Goal(key="tree-python", at_most=0.2), "native": Goal(key="tre
 PLOTS = (
     Plot("tree-chats", "One request of a chat: match, lease, insert, release", ("chat",), x="tokens", series=("tree",)),
     Plot("tree-growth", "One call, as the tree grows", ("match", "insert", "split"), x="leaves", series=("name", "edge blocks")),
-    Plot("tree-evict", "Freeing one block of a full tree", ("evict", "evict, peer"), x="leaves", series=("name", "tree", "leased")),
+    Plot("tree-evict", "Freeing one block of a full tree", ("evict", "evict, peer"), x="leaves", series=("name", "tree", "leases")),
     Plot("tree-depth", "Match of a chain of one-block nodes", ("match, deep",), x="depth"),
     Plot(
         "tree-index",
@@ -82,8 +82,7 @@ def _cores(run: Run) -> tuple[Core, ...]:
 
 def _compare_chats(run: Run, peer: Peer | None, length: int, count: int, last: int, rounds: int) -> None:
     """Take chats that grow to `length` tokens, `rounds` times in new trees, and add a figure for each tree and each peer's goal."""
-    # The unified Python core takes a second a request at the longest.
-    cores = tuple(core for core in _cores(run) if core != "unified" or length <= 8192)
+    cores = _cores(run)
     parts: dict[str, list[Times]] = {}
     for number in range(rounds):
         for tree, times in _make(run, peer, chats(count, length, last=last, seed=number), cores).items():

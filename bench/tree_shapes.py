@@ -82,7 +82,7 @@ def measure_eviction(run: Run, peer: Peer | None) -> None:
                     put[case].append(seconds(lambda ours=ours, key=key: ours.put(key)))  # type: ignore[misc]
     first = sizes[0]
     for (count, leased), times in evicted.items():
-        at: dict[str, str | int | float] = {"leaves": count, "leased": leased}
+        at: dict[str, str | int | float] = {"leaves": count, "leases": "a tenth leased" if leased else "none leased"}
         small = Reference(f"the same at {first:,} leaves", Spread.of(evicted[first, first // 10 if leased else 0]))
         largest = count == sizes[-1]
         run.add(

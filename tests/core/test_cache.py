@@ -114,6 +114,21 @@ def test_many_leases_on_one_prefix_use_the_share_once() -> None:
     assert house.cache.residency.held == [0, 0, 0]
 
 
+def test_what_a_lone_session_holds_without_a_charge_counts_against_its_share() -> None:
+    """While no other session leases from the tier, a block counts once, whoever of the session's own claims holds it."""
+    house = House(hbm=10, lease_share=0.5)
+    house.put([1, 2, 3, 4])
+    house.put([5, 6, 7, 8])
+    cache, space = house.cache, house.space()
+    step = cache.match(house.session, space, house.key([1, 2, 3, 4]), charged=False)
+    lease = cache.match(house.session, space, house.key([5, 6, 7, 8]))
+
+    assert (step.blocks, lease.blocks) == (4, 1)
+    cache.release(lease)
+    cache.release(step)
+    house.check()
+
+
 def test_a_share_is_counted_tier_by_tier() -> None:
     """What lies in DRAM is not charged to HBM, and a promotion charges anew."""
     house = House(hbm=4, dram=10, lease_share=0.5)

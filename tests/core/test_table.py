@@ -71,3 +71,17 @@ def test_no_blocks_are_no_rows() -> None:
     assert rows(array(BLOCK_IDS)).size == 0
     assert table.allocate(0).tolist() == table.slots(array(BLOCK_IDS), 0) == []
     assert table.keys(array(BLOCK_IDS)) == []
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_place_is_written_into_every_column(count: int) -> None:
+    """Few rows are written one by one, many at once."""
+    table = BlockTable(2)
+    other, blocks = table.allocate(1), table.allocate(count)
+
+    table.place(blocks, 1, range(7, 7 + count), [2**64 - 1 - block for block in blocks], 5)
+
+    assert table.slots(blocks, 1) == [*range(7, 7 + count)] and table.slots(blocks, 0) == [NOWHERE] * count
+    assert table.checksum[rows(blocks)].tolist() == [2**64 - 1 - block for block in blocks]
+    assert set(table.owner[rows(blocks)].tolist()) == {5}
+    assert table.slots(other, 1) == [NOWHERE] and table.owner[rows(other)].tolist() == [NOWHERE]
