@@ -40,12 +40,20 @@ PLOTS = (
         chosen=lambda figure: "SSD" not in str(figure.at["way"]),
     ),
     Plot(
-        "tiers-latency",
-        "One call, by the blocks that it moves, each of 1 MiB",
+        "tiers-memory-latency",
+        "One call in memory, by the blocks that it moves, each of 1 MiB",
         ("move",),
         x="blocks",
         series=("way",),
-        chosen=lambda figure: figure.at["block bytes"] == 1 << 20,
+        chosen=lambda figure: figure.at["block bytes"] == 1 << 20 and "SSD" not in str(figure.at["way"]),
+    ),
+    Plot(
+        "tiers-disk-latency",
+        "One call to SSD or back, by the blocks that it moves, each of 1 MiB",
+        ("move",),
+        x="blocks",
+        series=("way",),
+        chosen=lambda figure: figure.at["block bytes"] == 1 << 20 and "SSD" in str(figure.at["way"]),
     ),
     Plot(
         "tiers-fill",
