@@ -45,7 +45,8 @@ async def gaps(run: Run, served: Served) -> None:
             await asyncio.sleep(0.3)
 
         async def insert() -> None:
-            assert (await long.insert(tokens, stored)).stored == many
+            done = await long.insert(tokens, stored)
+            assert done.stored == many, done
 
         async def match() -> None:
             async with long.match(tokens) as hit:

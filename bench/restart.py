@@ -50,7 +50,7 @@ def measure(run: Run) -> None:
 async def _restart(run: Run, folder: Path, bytecode: Path, tokens: int) -> None:
     chats = tokens // _CHAT
     blocks = tokens // SPEC.block_size
-    # An arena's slots are pages; all of them fit, for the daemon that fills the store.
+    # An arena of at most 256 MiB; what has no slot there goes to SSD while the store is filled.
     with Served(dram=blocks * 4096, ssd=blocks * SPEC.block_bytes * 2 + (64 << 20), directory=folder, bytecode=bytecode) as served:
         async with connect(served.address, deadline=60.0, back_off=_EVERY) as client:
             await client.connected()

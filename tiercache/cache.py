@@ -324,12 +324,10 @@ class Cache:
 
         Readers keep what they lease. Nothing that was begun before is stored any more: its bytes may be what is to be forgotten.
         """
-        removed = 0
         space.edition += 1
         self.pending = {place: other for place, other in self.pending.items() if other.lease.space is not space}
-        for child in list((space.tree.root.children or {}).values()):
-            removed += self._count(child)
-            self.residency.remove(child, Reason.DELETE)
+        removed = self.blocks_of(space)
+        self.residency.remove_all(list((space.tree.root.children or {}).values()), Reason.DELETE)
         return removed
 
     def distrust(self, lease: Lease, block: int) -> None:

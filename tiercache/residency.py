@@ -22,7 +22,7 @@ from tiercache.changes import Change, Reason
 from tiercache.policy import Payers, Policy, PolicyFactory
 from tiercache.slots import Slots
 from tiercache.table import NOWHERE, BlockTable, rows
-from tiercache.tree import KID_BITS, KID_MASK, Node, RadixTree, ancestry, subtree
+from tiercache.tree import BLOCK_IDS, KID_BITS, KID_MASK, Node, RadixTree, ancestry, subtree
 from tiercache.types import Tier
 
 
@@ -133,12 +133,20 @@ class Residency:
 
     def remove(self, top: Node, reason: Reason) -> None:
         """Take `top` and all that hangs below it out of the tree, at once and for good."""
-        assert top.parent is not None
-        gone = list(subtree(top))
-        top.space.tree.detach(top)
-        for position in range(len(self.tiers)):
-            if (top.copies | top.arriving) >> position & 1:
-                self._count_kid(top.parent, position, -1)
+        self.remove_all([top], reason)
+
+    def remove_all(self, tops: Sequence[Node], reason: Reason) -> None:
+        """Do as `remove` does with each of `tops`, none of which hangs below another; slots and rows are freed together."""
+        gone: list[Node] = []
+        for top in tops:
+            assert top.parent is not None
+            gone.extend(subtree(top))
+            top.space.tree.detach(top)
+            for position in range(len(self.tiers)):
+                if (top.copies | top.arriving) >> position & 1:
+                    self._count_kid(top.parent, position, -1)
+        buried: list[Node] = []
+        held: list[Node] = []
         for node in reversed(gone):  # children first: a parent's slots are never free before its children's
             before = node.tag
             if node.newer is not None:
@@ -147,11 +155,11 @@ class Residency:
             node.alive = False
             self._refresh(node)
             self.announce(node, before, reason, gone=True)
-            if node.holds or node.moves:
-                self.buried_held += 1
-                self._forget_durable(node)
-            else:
-                self._bury(node)
+            (held if node.holds or node.moves else buried).append(node)
+        self._bury(buried)
+        for node in held:  # after what nobody holds: what follows a held node may be free, what it follows is held
+            self.buried_held += 1
+            self._forget_durable(node)
 
     def distrust(self, node: Node) -> None:
         """Take `node`, whose bytes failed a check, and what follows it out of the tree and out of every lease's reach."""
@@ -216,7 +224,7 @@ class Residency:
                     self._refresh(node)
             elif node.moves == 0:
                 self.buried_held -= 1
-                self._bury(node)
+                self._bury([node])
             node, parent = parent, parent.parent
 
     def begin_move(self, nodes: Iterable[Node], to: int | None) -> None:
@@ -243,7 +251,7 @@ class Residency:
                 self._forget_durable(node)
             else:
                 self.buried_held -= 1
-                self._bury(node)
+                self._bury([node])
 
     # --- copies ---------------------------------------------------------------------------------------------------------
 
@@ -267,7 +275,7 @@ class Residency:
         assert self.kids(node, position) == 0 and (position != node.tag or self.has_place_below(node, position))
         before = node.tag
         node.copies &= ~(1 << position)
-        self._clear_slots(node, position)
+        self._clear_slots([node], position)
         assert node.parent is not None
         self._count_kid(node.parent, position, -1)
         self._retag(node, before)
@@ -346,15 +354,16 @@ class Residency:
         self.nodes.append(node)
         return len(self.nodes) - 1
 
-    def _bury(self, node: Node) -> None:
+    def _bury(self, nodes: Sequence[Node]) -> None:
+        """Free what nodes that have left the tree still have: with one call a tier, since many may go at once."""
         for position in range(len(self.tiers)):
-            if node.copies >> position & 1:
-                self._clear_slots(node, position)
-        node.copies = 0
-        self.doubtful.discard(node)
-        self.table.free(node.blocks)
-        self.nodes[node.number] = None
-        self._numbers.append(node.number)
+            self._clear_slots([node for node in nodes if node.copies >> position & 1], position)
+        self.table.free(_blocks_of(nodes))
+        for node in nodes:
+            node.copies = 0
+            self.doubtful.discard(node)
+            self.nodes[node.number] = None
+            self._numbers.append(node.number)
 
     def _forget_durable(self, node: Node) -> None:
         """Give up the durable copies of a node that has left the tree, though a lease holds it.
@@ -367,7 +376,7 @@ class Residency:
         for position, durable in enumerate(self.durable):
             if durable and node.copies >> position & 1:
                 node.copies &= ~(1 << position)
-                self._clear_slots(node, position)
+                self._clear_slots([node], position)
         self._count_held(node, 1)
 
     def _count_held(self, node: Node, step: int) -> None:
@@ -375,10 +384,14 @@ class Residency:
         if node.holds and node.copies:
             self.held[(node.copies & -node.copies).bit_length() - 1] += step * len(node.blocks)
 
-    def _clear_slots(self, node: Node, position: int) -> None:
-        self.whereabouts.pop(node, None)
-        freed = self.table.slots(node.blocks, position)
-        self.table.slot[position, rows(node.blocks)] = NOWHERE
+    def _clear_slots(self, nodes: Sequence[Node], position: int) -> None:
+        if not nodes:
+            return
+        for node in nodes:
+            self.whereabouts.pop(node, None)
+        blocks = _blocks_of(nodes)
+        freed = self.table.slots(blocks, position)
+        self.table.slot[position, rows(blocks)] = NOWHERE
         self.slots[position].hold(freed)
         if self.durable[position]:
             self.waste[position].extend(freed)
@@ -414,3 +427,12 @@ class Residency:
                 spare.setdefault(node, None)
             else:
                 spare.pop(node, None)
+
+
+def _blocks_of(nodes: Sequence[Node]) -> array[int]:
+    if len(nodes) == 1:
+        return nodes[0].blocks
+    blocks = array(BLOCK_IDS)
+    for node in nodes:
+        blocks.extend(node.blocks)
+    return blocks

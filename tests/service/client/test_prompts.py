@@ -81,3 +81,22 @@ def test_ids_that_begin_with_the_same_bytes_are_not_shared_in_part() -> None:
             said = prompts.say(bytes(other))
 
             assert (said.keep, said.tail) == (4 * place, bytes(other[4 * place :]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(64, 90), st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=12))
+def test_the_longest_beginning_is_found(turns: list[tuple[int, int, int, int]]) -> None:
+    """Nothing that is known of a prompt is sent again, however many known prompts part from it at other places."""
+    prompts, said = Prompts(64, 1 << 20), list[bytes]()
+    for first, shared, second, more in turns:
+        key = tokens(first, shared) + tokens(second + 10, more)
+        shared_most = max((_shared(key, known) for known in said), default=0)
+
+        prompt = prompts.say(key)
+
+        assert prompt.keep == (shared_most if shared_most >= 256 else 0)
+        said.append(key)
+
+
+def _shared(left: bytes, right: bytes) -> int:
+    pairs = zip(range(0, len(left), 4), range(0, len(right), 4), strict=False)
+    return next((at for at, _ in pairs if left[at : at + 4] != right[at : at + 4]), min(len(left), len(right)))
