@@ -39,6 +39,7 @@ async def test_what_is_told_is_where_blocks_lie_now() -> None:
         async def require() -> set[int]:
             lease = stack.cache.match(session, space, pack_tokens(whole, limit=1 << 20))
             assert lease.blocks == 4
+            told: list[wire.Place] = []
             for _ in range(2):
                 told = wire.unpack_places(stack.whereabouts(lease, wire.pack_places))
                 assert told == truth(stack, lease)
