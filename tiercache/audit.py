@@ -85,7 +85,7 @@ def _blocks(nodes: Sequence[Node]) -> tuple[NDArray[np.int32], NDArray[np.int64]
     together = array(BLOCK_IDS)
     for node in nodes:
         together.extend(node.blocks)
-    return rows(together), np.repeat(np.arange(len(nodes)), [len(node.blocks) for node in nodes])
+    return rows(together), np.repeat(np.arange(len(nodes), dtype=np.int64), [len(node.blocks) for node in nodes])
 
 
 def _check_claims(cache: Cache, nodes: list[Node], faults: list[str]) -> None:

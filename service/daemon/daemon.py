@@ -31,8 +31,8 @@ from tiercache.service.daemon.tcp import open_tcp, token_of
 from tiercache.service.finishing import Finishing
 from tiercache.service.inprocess import TierCache
 from tiercache.service.stack import Seams
-from tiercache.storage.huge_pages import HugePages
 from tiercache.sizes import parse_size
+from tiercache.storage.huge_pages import HugePages
 
 log = logging.getLogger(__name__)
 
