@@ -80,7 +80,7 @@ def _check_structure(cache: Cache, nodes: list[Node], faults: list[str]) -> None
     faults.extend(f"block {named[at]} is in {counts[at]} nodes" for at in np.flatnonzero(counts > 1))
 
 
-def _blocks(nodes: Sequence[Node]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def _blocks(nodes: Sequence[Node]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
     """Return the blocks that `nodes` name, and for each the place in `nodes` of who names it: read at once, not node by node."""
     together = array(BLOCK_IDS)
     for node in nodes:
