@@ -80,8 +80,8 @@ def measure(run: Run) -> None:
     if importlib.util.find_spec("torch") is None:
         run.note("not measured: prompts are stored through tensors, and torch is not installed")
         return
-    # Blocks smaller than a page: such a tier has only as many slots a quarter of its pages.
-    with Served(dram=run.pick(64 << 20, 2560 << 20)) as served, echo.serving() as bare:
+    # Blocks smaller than a page, a page each: a million tokens take 250 MB.
+    with Served(dram=run.pick(64 << 20, 640 << 20)) as served, echo.serving() as bare:
         looped(lambda: _measure(run, served, bare))
 
 

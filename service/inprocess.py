@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -70,8 +71,8 @@ class TierCache:
         self._sizes = {tier.place: tier.bytes for tier in config.tiers}
         self._memory: dict[Tier, HostMemory] = {}
         self._generations: HostMemory | None = None
-        self._numbered = 0
-        """Slots that have a generation."""
+        self._numbered = {tier: _numbers(config, size) for tier, size in self._sizes.items() if tier in _ARENAS}
+        """By memory tier, how many generations each share of it has, in the order of `_edges`."""
         self._disk: SsdTier | None = None
         self._stacks: dict[Geometry, Stack] = {}
         self._sessions: dict[Geometry, Session] = {}
@@ -157,7 +158,7 @@ class TierCache:
 
     def _allocate(self) -> None:
         memory = {tier: size for tier, size in self._sizes.items() if tier in _ARENAS}
-        numbers = sum(_most_slots(size) for size in memory.values()) * _GENERATION_BYTES
+        numbers = sum(map(sum, self._numbered.values())) * _GENERATION_BYTES
         require_memory(sum(memory.values()) + numbers)
         if memory:
             self._generations = HostMemory(numbers, name="tiercache-generations")
@@ -232,9 +233,10 @@ class TierCache:
             self._require_same(space, spec)
             stack = self._stacks.get(spec.geometry)
             if stack is None:
-                offset, fraction = self._share(spec)
-                stores = await workers.run(Lane.WRITE, self._open_stores, spec, offset, fraction)
-                stack = Stack(self.config, spec.geometry, spec.block_size, stores, workers, self._seams, self._number_slots(stores))
+                share = self._share(spec)
+                stores = await workers.run(Lane.WRITE, self._open_stores, spec, share)
+                numbered = self._number_slots(stores, share)
+                stack = Stack(self.config, spec.geometry, spec.block_size, stores, workers, self._seams, numbered)
                 await stack.begin()
                 self._stacks[spec.geometry] = stack
                 self._sessions[spec.geometry] = stack.cache.begin_session()
@@ -384,8 +386,8 @@ class TierCache:
         other = next(iter(others))
         raise SpecMismatch(f"the namespace of {space.model!r} is open with {other}; got {spec}", found=spec, expected=other)
 
-    def _share(self, spec: KVSpec) -> tuple[float, float]:
-        """Return where the share of the spec's blocks begins, as a fraction of each tier, and how large it is."""
+    def _share(self, spec: KVSpec) -> int:
+        """Return the number of the share of the spec's blocks, and note that it is taken. Raises NoShare."""
         geometry, size = spec.geometry, spec.block_bytes
         taken = self._taken.get(size)
         if taken is not None and taken != geometry:
@@ -402,27 +404,24 @@ class TierCache:
                     taken=other,
                 )
             self._taken[size] = geometry
-            return 0.0, 1.0
-        begin = 0.0
-        for share in self.config.shares:
+            return 0
+        for number, share in enumerate(self.config.shares):
             if share.block_bytes == size:
                 self._taken[size] = geometry
-                return begin, share.fraction
-            begin += share.fraction
+                return number
         known = ", ".join(str(share.block_bytes) for share in self.config.shares)
         raise NoShare(
             f"no share of the tiers is for blocks of {size} bytes; the configuration has shares for {known}", block_bytes=size
         )
 
-    def _open_stores(self, spec: KVSpec, begin: float, fraction: float) -> list[Store]:
+    def _open_stores(self, spec: KVSpec, share: int) -> list[Store]:
         stores: list[Store] = []
         try:
             for tier, size in self._sizes.items():
-                # Both ends by one rule: where a share ends the next one begins, and no byte is in two.
-                offset, end = _edge(size, begin), _edge(size, begin + fraction)
+                offset, end = _edges(self.config, size)[share]
                 if tier in _ARENAS:
-                    length = min(end - offset, self._unnumbered() * spec.block_bytes)
-                    stores.append(_ARENAS[tier](self._memory[tier], spec.geometry, offset=offset, length=length))
+                    most = self._numbered[tier][share]
+                    stores.append(_ARENAS[tier](self._memory[tier], spec.geometry, offset=offset, length=end - offset, most=most))
                 else:
                     assert self._disk is not None
                     try:
@@ -440,30 +439,34 @@ class TierCache:
             raise
         return stores
 
-    def _unnumbered(self) -> int:
-        """Return how many slots the generations' memory still has room for. Only tiers of tiny blocks can run short of it."""
-        assert self._generations is not None
-        return self._generations.size // _GENERATION_BYTES - self._numbered
-
-    def _number_slots(self, stores: list[Store]) -> dict[Tier, tuple[int, NDArray[np.uint32]]]:
+    def _number_slots(self, stores: list[Store], share: int) -> dict[Tier, tuple[int, NDArray[np.uint32]]]:
         """Return where the generations of each mapped tier's slots begin, in bytes, and themselves. Raises Closed."""
         found: dict[Tier, tuple[int, NDArray[np.uint32]]] = {}
         for store in stores:
             if store.tier in _ARENAS:
                 if self._generations is None:
                     raise Closed("the cache was closed while the disk hung")
-                begin = self._numbered
-                self._numbered += store.capacity
+                faster = (numbers for tier, numbers in self._numbered.items() if tier > store.tier)
+                begin = sum(map(sum, faster)) + sum(self._numbered[store.tier][:share])
                 whole = self._generations.array.view(np.uint32)
-                found[store.tier] = begin * _GENERATION_BYTES, whole[begin : self._numbered]
+                found[store.tier] = begin * _GENERATION_BYTES, whole[begin : begin + store.capacity]
         return found
 
 
-def _most_slots(size: int) -> int:
-    """Return how many slots of a tier of `size` bytes can have a generation: all of one page and more, and some smaller ones."""
-    return max(size // SLOT_ALIGNMENT, min(size // 64, 1 << 16), 1)
+def _edges(config: Config, size: int) -> list[tuple[int, int]]:
+    """Return where the shares of a tier of `size` bytes begin and end, at page boundaries or the tier's end.
+
+    Both ends by one rule: where a share ends the next one begins, and no byte is in two.
+    """
+    ends = list(accumulate(share.fraction for share in config.shares)) or [1.0]
+    places = [0, *(size if end > 1 - 1e-9 else int(size * end) // SLOT_ALIGNMENT * SLOT_ALIGNMENT for end in ends)]
+    return list(pairwise(places))
 
 
-def _edge(size: int, fraction: float) -> int:
-    """Return the byte of a tier of `size` bytes at which a share ends: the whole tier's end, or the page boundary before."""
-    return size if fraction > 1 - 1e-9 else int(size * fraction) // SLOT_ALIGNMENT * SLOT_ALIGNMENT
+def _numbers(config: Config, size: int) -> list[int]:
+    """Return how many slots each share of a tier of `size` bytes can have: all that are a page and more, and some smaller ones.
+
+    So the slots of one share take no generations from those of another, however small they are.
+    """
+    lengths = [end - begin for begin, end in _edges(config, size)]
+    return [max(length // SLOT_ALIGNMENT, min(length // 64, 1 << 16), 1) for length in lengths]

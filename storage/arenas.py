@@ -32,10 +32,13 @@ class HostArena(VolatileStore):
     wrong, then can't be mistaken for a good block. An arena keeps no identities; the block table and the generations say
     whose a slot is, and the checksum is the guard.
 
-    Raises TierTooSmall if `length` bytes hold no block, AuditFailed if the region does not lie in `memory` on a page boundary.
+    The region has `length` bytes, or as many as `most` slots take if these are fewer. Raises TierTooSmall if it holds no block,
+    AuditFailed if it does not lie in `memory` on a page boundary.
     """
 
-    def __init__(self, memory: HostMemory, geometry: Geometry, *, offset: int = 0, length: int | None = None) -> None:
+    def __init__(
+        self, memory: HostMemory, geometry: Geometry, *, offset: int = 0, length: int | None = None, most: int | None = None
+    ) -> None:
         length = memory.size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > memory.size or offset % SLOT_ALIGNMENT:
             raise AuditFailed(
@@ -43,9 +46,11 @@ class HostArena(VolatileStore):
                 offset=offset,
                 length=length,
             )
+        need = self._slot_bytes(geometry)
+        if most is not None:
+            length = min(length, most * need)
         self._offset = offset
         self._length = length
-        need = self._slot_bytes(geometry)
         if length < need:
             raise TierTooSmall(
                 f"{self.tier} has {format_size(length)} ({length} bytes) for blocks of {format_size(geometry.block_bytes)}; "
