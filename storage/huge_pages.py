@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 
 from tiercache.storage.memory import HostMemory
+
+log = logging.getLogger(__name__)
 
 HUGE_PAGE = 2 << 20
 """Bytes."""
@@ -22,44 +26,67 @@ _COLLAPSE = 25
 """MADV_COLLAPSE."""
 _LAST = 19
 """The priority of what has all the time in the world, as `nice` counts."""
+_IN_A_ROW = 16
+"""Failures after which memory is taken to be too full, or in too many pieces."""
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 
 
 class HugePages:
-    """Gives memories pages of 2 MiB, one after the other, in a thread of the lowest priority, until all is done or `close`.
+    """Gives memories pages of 2 MiB, one after the other, in a thread of the lowest priority, until all is done or `stop`.
 
-    What the kernel can't bring together (pinned pages, no 2 MiB in one piece) stays as it is; a kernel that doesn't know how ends
-    it at the first. What does not fill 2 MiB is left alone. `close` may wait for one page, some milliseconds.
+    What the kernel can't bring together (pinned pages, no 2 MiB in one piece) stays as it is. A kernel that doesn't know how ends
+    it at the first, and one that fails many times in a row ends it too: it would only reclaim and compact for nothing. What does
+    not fill 2 MiB is left alone. It never fails: where no descriptor, no thread or no low priority can be had, nothing is done.
     """
 
     def __init__(self, memories: Sequence[HostMemory]) -> None:
         self._stop = threading.Event()
         self.done = 0
         """Bytes that have pages of 2 MiB."""
+        self._failed = 0
+        """How many tries in a row failed."""
         # Descriptors of the thread's own: a memory may be closed before it has ended.
-        sizes = [(os.dup(memory.descriptor), memory.size - memory.size % HUGE_PAGE) for memory in memories]
-        self._thread = threading.Thread(target=self._run, args=(sizes,), name="tiercache-pages", daemon=True)
-        self._thread.start()
+        self._own = ExitStack()
+        self._thread: threading.Thread | None = None
+        with ExitStack() as taken:
+            sizes: list[tuple[int, int]] = []
+            thread = threading.Thread(target=self._run, args=(sizes,), name="tiercache-pages", daemon=True)
+            try:
+                for memory in memories:
+                    sizes.append((os.dup(memory.descriptor), memory.size - memory.size % HUGE_PAGE))
+                    taken.callback(os.close, sizes[-1][0])
+                self._own = taken.pop_all()
+                thread.start()
+            except (OSError, RuntimeError) as error:
+                self._own.close()
+                log.warning("the memory keeps small pages: %s", str(error))
+            else:
+                self._thread = thread
 
     def wait(self) -> None:
         """Wait until there is nothing more to do."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+
+    def stop(self) -> None:
+        """Begin nothing more, and wait for nothing: the page under way may take long where the processors are busy."""
+        self._stop.set()
 
     def close(self) -> None:
-        """Stop. May be called twice."""
-        self._stop.set()
-        self._thread.join()
+        """Stop, and wait for the page under way. May be called twice."""
+        self.stop()
+        self.wait()
 
     def _run(self, sizes: Sequence[tuple[int, int]]) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LAST)
-        try:
+        with self._own, suppress(OSError):  # without the low priority it would be at the cost of who serves
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LAST)
             for descriptor, size in sizes:
-                if size and not self._stop.is_set():
+                if size and not self._ended():
                     self._enlarge(descriptor, size)
-        finally:
-            for descriptor, _ in sizes:
-                os.close(descriptor)
+
+    def _ended(self) -> bool:
+        return self._stop.is_set() or self._failed >= _IN_A_ROW
 
     def _enlarge(self, descriptor: int, size: int) -> None:
         """Map `size` bytes where a page of 2 MiB may begin, which Python's mmap does not promise, and go through them.
@@ -77,12 +104,15 @@ class HugePages:
             if libc.mmap(start, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != start:
                 return
             for offset in range(0, size, HUGE_PAGE):
-                if self._stop.is_set():
+                if self._ended():
                     return
                 if libc.madvise(start + offset, HUGE_PAGE, _COLLAPSE) == 0:
                     self.done += HUGE_PAGE
+                    self._failed = 0
                 elif ctypes.get_errno() == errno.EINVAL and not self.done:
-                    return
+                    self._failed = _IN_A_ROW
+                else:
+                    self._failed += 1
         finally:
             libc.munmap(room, length)
 

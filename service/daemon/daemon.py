@@ -109,6 +109,8 @@ class Daemon:
         self.state, self.house.draining = "draining", True
         notify(STOPPING=1, STATUS="writing down what is not durable")
         log.info("draining", extra={"sessions": len(self.house.sessions)})
+        if self._pages is not None:
+            self._pages.stop()  # what it does now may outlast the cache: it has descriptors of its own
         try:
             for session in self.house.sessions:
                 session.tell(wire.Draining(self.config.drain_seconds))
@@ -120,8 +122,6 @@ class Daemon:
             await self._ending.wait()
             if self._descriptors is not None:
                 self._descriptors.close()
-            if self._pages is not None:
-                self._pages.close()
             self.house.close()
             await self.cache.close()
         finally:
