@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -183,11 +184,15 @@ class LmdbValues:
         return file_bytes(self.folder)
 
     def close(self, seconds: float = GATE_SECONDS) -> bool:
-        """Close the environment and return True; after `seconds` of waiting for a read, leave it open and return False."""
+        """Close the environment and return True; after `seconds` of waiting for a read, leave it open and return False.
+
+        A hint that the disk keeps is waited for within the same `seconds`, and then left to itself.
+        """
+        end = time.monotonic() + seconds
         with self._gate.alone(seconds) as free:
             if free and self._environment is not None:
                 self._headroom.close()
-                self._writeback.close(seconds)
+                self._writeback.close(max(0.0, end - time.monotonic()))
                 self._environment.close()
                 self._environment = None
             return free

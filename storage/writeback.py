@@ -26,11 +26,11 @@ class Writeback:
     """Hints for the file `path`, given by a thread of its own that is started by the first large commit.
 
     It is a hint and nothing more: whether pages are safe is said by the sync of the commit, which also learns of every error. The
-    thread is a daemon, as the disk may keep it for ever.
+    thread is a daemon, as the disk may keep it for ever, and the descriptor is its own. Where they can't be had nothing is hinted.
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._path = path
         self._thread: threading.Thread | None = None
         self._wanted = threading.Event()
         self._idle = threading.Event()
@@ -59,8 +59,6 @@ class Writeback:
         self._wanted.set()
         if self._thread is not None:
             self._thread.join(seconds)
-        if self._thread is None:
-            os.close(self._descriptor)  # else the thread does it, when the disk gives it back
 
     def _ready(self) -> bool:
         if self._closed or _sync_file_range is None:
@@ -77,13 +75,17 @@ class Writeback:
     def _run(self) -> None:
         assert _sync_file_range is not None
         try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # the commit works without
+            return
+        try:
             while not self._closed:
                 self._wanted.wait()
                 while self._wanted.is_set() and not self._closed:
-                    _sync_file_range(self._descriptor, 0, 0, _WRITE)
+                    _sync_file_range(descriptor, 0, 0, _WRITE)
                     self._idle.wait(_PAUSE)
         finally:
-            os.close(self._descriptor)
+            os.close(descriptor)
 
 
 def _find() -> Callable[[int, int, int, int], int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -104,3 +105,21 @@ def test_where_the_system_has_no_such_call_nothing_is_started(file: Path, monkey
     with behind.during(LARGE):
         assert not threads()
     behind.close(10)
+
+
+def test_without_a_descriptor_commits_go_on_without_hints(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an opening nor a commit fails for want of a hint, and the thread that could not begin has ended."""
+    hints = Hints()
+    monkeypatch.setattr(writeback, "_sync_file_range", hints)
+    before = len(os.listdir("/proc/self/fd"))
+    file.unlink()
+    behind = Writeback(file)
+    for _ in range(2):
+        with behind.during(LARGE):
+            for thread in threads():
+                thread.join(10)
+            assert not threads()
+
+    behind.close(10)
+    assert not hints.seen.acquire(blocking=False)
+    assert len(os.listdir("/proc/self/fd")) == before
