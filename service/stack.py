@@ -18,6 +18,7 @@ from tiercache.config import Config
 from tiercache.errors import StoreError
 from tiercache.keys import Digest, sha256
 from tiercache.leases import Lease
+from tiercache.pace import Pace
 from tiercache.policy import LRU, PolicyFactory
 from tiercache.restore import Stored, restore
 from tiercache.service.finishing import Finishing
@@ -47,7 +48,7 @@ _WRITERS = 4
 
 _BATCHES = 8
 """Write transactions in one move to the disk: while one is written the next is brought together, and one sync and one transaction
-of the metadata end them all. What a move has written is named at its end, so it is not to take much longer than a writer waits."""
+of the metadata end them all. On a disk that is too slow for that a move takes fewer, down to one (`_move_seconds`)."""
 
 _MOST_KEPT = 4 << 20
 """Bytes of whereabouts that are kept."""
@@ -92,6 +93,15 @@ Pack = Callable[[int, NDArray[np.int32], NDArray[np.uint32], NDArray[np.uint64]]
 """Writes down where blocks lie: their tier's position, their slots, these slots' generations, the checksums of what is there."""
 
 
+def _move_seconds(config: Config) -> float:
+    """Return how long a move to the disk is to take at most: half of what a writer waits, who may come behind another one.
+
+    With more, slots that the disk is about to free would come too late, and blocks be dropped that it has time for; closing would
+    give up half-written moves; and a healthy disk would be told to be slow.
+    """
+    return min(max(config.admit_ms / 2000, 0.1), 1.0)
+
+
 class Stack:
     """Everything of one geometry. `stores` are fastest first; the last one may be an SsdStore, which is loaded here.
 
@@ -133,12 +143,13 @@ class Stack:
             for store in stores
         }
         self._pools = tuple(pools.values())
+        batch = parse_size(config.batch_bytes)
         self.cache = Cache(
             [store.tier for store in stores],
             pools,
             durable=[store.tier for store in stores if store.durable],
             policy=seams.policy,
-            batch_blocks=_BATCHES * parse_size(config.batch_bytes) // geometry.block_bytes,
+            pace=Pace(_BATCHES * batch // geometry.block_bytes, least=batch // geometry.block_bytes, seconds=_move_seconds(config)),
             lease_share=config.lease_share,
         )
         copier = seams.copier(StoreCopier(stores, workers, digest=seams.digest))

@@ -51,7 +51,7 @@ class Mover:
 
     After a failed write to a durable tier nothing more is planned into it for `retry_seconds`; nor is anything promised that only
     such a tier holds after it could not be read at all. `troubles` is
-    told what fails and what works.
+    told what fails and what works, and how long a write took is told to the core, which plans the next ones by it.
 
     A move whose task dies (it is cancelled from outside, or the books do not fit) says nothing about its copy, which may still
     run: its slots stay its own until the process ends, nobody waits for it, and it is told as a trouble.
@@ -159,7 +159,11 @@ class Mover:
 
     async def _copy(self, transfer: Transfer, flight: Flight) -> Report:
         if self._moves.residency.durable[transfer.to]:
-            return await self._copier.put(transfer)
+            began = self.troubles.now()
+            report = await self._copier.put(transfer)
+            if report.arrived == transfer.count:
+                self._moves.pace.took(transfer.count, self.troubles.now() - began)
+            return report
         if transfer.layerwise:
             report = await self._copier.verify(transfer)
             for layer, ready in enumerate(flight.layers):

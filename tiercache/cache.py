@@ -15,6 +15,7 @@ from tiercache.changes import Reason
 from tiercache.inflight import InFlight
 from tiercache.leases import Lease, Quarantine, Refusal, Reservation, Session
 from tiercache.moves import Moves
+from tiercache.pace import Pace
 from tiercache.policy import LRU, PolicyFactory
 from tiercache.residency import Residency, Space
 from tiercache.slots import Slots
@@ -27,7 +28,7 @@ class Cache:
     """Tree, tiers and claims for blocks of one geometry.
 
     `tiers` is fastest first, `slots` their pools; `durable` are the tiers that outlive the process, all others can be written
-    and read in place. A session may lease `lease_share` of a tier. `batch_blocks` bounds one transfer to a durable tier.
+    and read in place. A session may lease `lease_share` of a tier. `pace` bounds one transfer to a durable tier.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Cache:
         *,
         durable: Sequence[Tier] = (),
         policy: PolicyFactory = LRU,
-        batch_blocks: int = 64,
+        pace: Pace | None = None,
         lease_share: float = 1.0,
     ) -> None:
         self.tiers = tuple(tiers)
@@ -45,7 +46,7 @@ class Cache:
         self.residency = Residency(tiers, pools, [tier in durable for tier in tiers], policy)
         self.stats = Stats(self.tiers)
         self.inflight = InFlight(self.residency, self.stats)
-        self.moves = Moves(self.residency, self.inflight, batch_blocks=batch_blocks)
+        self.moves = Moves(self.residency, self.inflight, pace=pace or Pace(64))
         self.residency.listeners.append(self.stats.changed)
         self.sessions: dict[Session, None] = {}
         """In the order in which they began."""

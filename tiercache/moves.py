@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tiercache.changes import Reason
 from tiercache.inflight import InFlight
+from tiercache.pace import Pace
 from tiercache.residency import Residency
 from tiercache.transfer import Transfer, Work
 from tiercache.tree import Node, ancestry
@@ -24,16 +25,16 @@ _AHEAD = 8
 
 
 class Moves:
-    """Plans the moves of one residency. `batch_blocks` is the most that one transfer to a durable tier takes."""
+    """Plans the moves of one residency. `pace` says how much one transfer to a durable tier takes."""
 
-    def __init__(self, residency: Residency, inflight: InFlight, *, batch_blocks: int) -> None:
+    def __init__(self, residency: Residency, inflight: InFlight, *, pace: Pace) -> None:
         self.residency = residency
         self.inflight = inflight
         self.refusing: set[int] = set()
         """Positions of tiers whose store fails: nothing is planned into them."""
         self.blind: set[int] = set()
         """Positions of tiers whose store reads nothing: what only they hold is promised to nobody."""
-        self._batch = max(1, batch_blocks)
+        self.pace = pace
 
     # --- room -----------------------------------------------------------------------------------------------------------
 
@@ -181,7 +182,7 @@ class Moves:
             self._free(below, need, work, drop=False, keep=above)
             if pool.free + self._soon_free(below, drop=False) < need:
                 return None
-        fits = min(pool.free, self._batch)
+        fits = min(pool.free, self.pace.blocks)
         if fits == 0:
             return None
         if need > fits:
@@ -300,7 +301,7 @@ class Moves:
             return None
         if not self._continues(nodes[0], position):
             return None  # the part before is on its way; its blocks commit first
-        nodes = self._leading(nodes, min(self._batch, self.residency.slots[position].free))
+        nodes = self._leading(nodes, min(self.pace.blocks, self.residency.slots[position].free))
         return self.inflight.begin(nodes, position, Reason.COPY) if nodes else None
 
 

@@ -18,6 +18,7 @@ from tiercache.cache import Cache
 from tiercache.errors import StoreError
 from tiercache.keys import Digest, block_keys, pack_tokens, sha256
 from tiercache.leases import Lease, Reservation, Session
+from tiercache.pace import Pace
 from tiercache.policy import LRU, PolicyFactory
 from tiercache.residency import Space
 from tiercache.restore import Stored, restore
@@ -80,7 +81,7 @@ class House:
             dict(zip(TIERS, self.pools, strict=True)),
             durable=[Tier.SSD],
             policy=policy,
-            batch_blocks=batch_blocks,
+            pace=Pace(batch_blocks),
             lease_share=lease_share,
         )
         self.session = self.cache.begin_session()

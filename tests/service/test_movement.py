@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.seams import Rig
+from tests.seams import FakeClock, Rig
 from tests.service.caches import (
     LARGE,
     SIZE,
@@ -23,6 +23,7 @@ from tests.service.caches import (
     stack_of,
     store,
 )
+from tiercache.errors import StoreError
 from tiercache.types import Tier
 
 
@@ -92,3 +93,29 @@ async def test_a_promotion_that_waited_for_room_finds_its_blocks_elsewhere(
 def test_the_specs_here_lie_differently_on_disk() -> None:
     """One is stored several to a value, the other alone: both ways are moved above."""
     assert SPEC.block_bytes < 16 * 1024 <= LARGE.block_bytes
+
+
+async def test_a_slow_disk_is_given_smaller_moves(tmp_path: Path, seed: int) -> None:
+    """Slots that a move frees are free at its end: it ends within what a writer waits, and on a faster disk it is larger again."""
+    rig, clock, moved = Rig(), FakeClock(), []
+    rig.clock = clock
+    commit = 0.125
+
+    def slow() -> bool:
+        clock.advance(commit)
+        return False
+
+    rig.disk.fail_when("commit", StoreError("no error"), slow)
+    config = small(hbm=None, dram=64, ssd=256, spec=LARGE, directory=tmp_path / "ssd", batch_bytes=80_000, admit_ms=500)
+    async with opened_kv(config, rig, spec=LARGE) as (cache, kv):
+        pace = stack_of(cache).cache.moves.pace
+        for number in range(6):
+            commit = 0.125 if number < 2 else 0.0
+            tokens = prompt(seed + number, 32)
+            await store(kv, tokens)
+            moved.append(pace.blocks)
+            assert await kv.flush(tokens) == len(tokens)
+
+        assert (moved[0], pace.blocks) == (19, 19), "eight transactions of two blocks and the rest of one"
+        assert moved[1:3] == [3, 3], "two transactions, in a half of what a writer waits"
+        await cache.check()
