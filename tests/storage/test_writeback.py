@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tiercache.storage import writeback
+from tiercache.storage.ssd_values import LmdbValues, Write
 from tiercache.storage.writeback import Writeback
 
 LARGE = 64 << 20
@@ -93,6 +94,35 @@ def test_a_disk_that_keeps_the_thread_keeps_the_file_and_nobody_else(file: Path,
     behind.close(0.0)
     assert threads()
 
+    leave.set()
+    for thread in threads():
+        thread.join(10)
+    assert not threads()
+
+
+def test_a_store_closes_under_a_hint_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was committed is there at once for the next owner; the thread is left to the disk."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def hang(*_: int) -> int:
+        entered.set()
+        assert leave.wait(30)
+        return 0
+
+    monkeypatch.setattr(writeback, "_sync_file_range", hang)
+    size = (5 << 20) // 4096 * 4096 - 16
+    values = LmdbValues(tmp_path / "values", value_bytes=size, map_bytes=1 << 26, sync=True)
+    values.commit([Write(1, 0, b"a" * size)])
+    with values._writeback.during(size):  # a commit may be over before the thread has begun
+        assert entered.wait(10)
+
+    assert values.close(0.0)
+
+    again = LmdbValues(tmp_path / "values", value_bytes=size, map_bytes=1 << 26, sync=True)
+    found: list[bytes] = []
+    assert again.read(1, lambda value: found.append(bytes(value)))
+    assert found == [b"a" * size]
+    assert again.close(10)
     leave.set()
     for thread in threads():
         thread.join(10)
