@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tiercache.service.lateness import LAG_SECONDS, TOLD_SECONDS
-from tiercache.service.stack import Stack
+from tiercache.service.stack import BATCHES, Stack
 from tiercache.sizes import format_size, parse_size
 from tiercache.storage.troubles import Trouble
 from tiercache.storage.workers import Lane
@@ -161,7 +161,7 @@ def _room(cache: TierCache, now: float) -> Iterator[Sign]:
     if watch.room is None:
         return
     limit = next(tier.bytes for tier in cache.config.tiers if tier.place is Tier.SSD)
-    need = min(2 * parse_size(cache.config.batch_bytes), max(0, limit - watch.room.data))
+    need = min(BATCHES * parse_size(cache.config.batch_bytes), max(0, limit - watch.room.data))
     if watch.room.free < need:
         text = f"{format_size(watch.room.free)} are free where {watch.directory} lies; the next writes may want {format_size(need)}"
         yield Sign(code=Code.DISK_LOW, message=text)

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 _WRITERS = 4
 """Threads that hand writes to the store: it does one after the other, and what waits together in one transaction."""
 
-_BATCHES = 8
+BATCHES = 8
 """Write transactions in one move to the disk: while one is written the next is brought together, and one sync and one transaction
 of the metadata end them all. On a disk that is too slow for that a move takes fewer, down to one (`_move_seconds`)."""
 
@@ -149,7 +149,7 @@ class Stack:
             pools,
             durable=[store.tier for store in stores if store.durable],
             policy=seams.policy,
-            pace=Pace(_BATCHES * batch // geometry.block_bytes, least=batch // geometry.block_bytes, seconds=_move_seconds(config)),
+            pace=Pace(BATCHES * batch // geometry.block_bytes, least=batch // geometry.block_bytes, seconds=_move_seconds(config)),
             lease_share=config.lease_share,
         )
         copier = seams.copier(StoreCopier(stores, workers, digest=seams.digest))

@@ -192,6 +192,20 @@ async def test_little_room_is_told_before_a_write_fails(tmp_path: Path, seed: in
         assert await ailments(cache) == {}
 
 
+async def test_room_for_less_than_one_move_is_little(tmp_path: Path, seed: int) -> None:
+    """A move takes several batches; what the tier will not grow by is not asked for."""
+    rig = Rig(clock=FakeClock())
+    async with opened_kv(small(ssd=4000, directory=tmp_path / "ssd", batch_bytes=1 << 20), rig) as (cache, kv):
+        await store(kv, prompt(seed, 2))
+        rig.disk.free = 5 << 20
+        assert set(await ailments(cache)) == {Code.DISK_LOW}
+    rig = Rig(clock=FakeClock())
+    async with opened_kv(small(ssd=64, directory=tmp_path / "less", batch_bytes=1 << 20), rig) as (cache, kv):
+        await store(kv, prompt(seed, 2))
+        rig.disk.free = 5 << 20
+        assert await ailments(cache) == {}
+
+
 async def test_a_file_system_that_does_not_answer_holds_up_no_answer(tmp_path: Path, seed: int) -> None:
     """Health says what was seen last and how old it is; memory is read; it ends when the file system answers."""
     clock = FakeClock()
