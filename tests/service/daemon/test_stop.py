@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tiercache.errors import DirectoryLocked, MemoryRefused
 from tiercache.service import wire
 from tiercache.service.daemon.daemon import Daemon, serve
 from tiercache.spec import KVSpec
+from tiercache.storage import huge_pages
 
 
 def config_file(folder: Path) -> Path:
@@ -206,3 +208,28 @@ async def test_a_draining_daemon_takes_no_more_sessions_and_says_so(folder: Path
 
 async def _nothing_to_check() -> dict[str, int]:
     return {}
+
+
+async def test_a_page_that_the_kernel_takes_long_for_holds_up_no_stop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large pages come behind a start, at the lowest priority: the daemon and its loop don't wait for one to end."""
+    entered, leave = threading.Event(), threading.Event()
+    libc = huge_pages._libc()
+
+    class Slow:
+        mmap, munmap = libc.mmap, libc.munmap
+
+        @staticmethod
+        def madvise(*_: int) -> int:
+            entered.set()
+            assert leave.wait(60)
+            return 0
+
+    monkeypatch.setattr(huge_pages, "_libc", Slow)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            async with daemon_of(folder, small(dram=1024)):
+                while not entered.is_set():  # noqa: ASYNC110 - it is set in a thread
+                    await asyncio.sleep(0.001)
+            assert not leave.is_set()
+    finally:
+        leave.set()
