@@ -131,7 +131,8 @@ class Hit:
         """Return the readable KV, `[layers, parts, tokens, kv_heads, head_dim]`: one copy, each block verified as it is copied.
 
         `out`, if given, has room for at least the readable tokens, and each layer's tokens contiguous; what is returned is its
-        leading part. Blocks that fail their check, and what follows them, are left out and removed from the cache.
+        leading part. Blocks that fail their check, and what follows them, are left out and removed from the cache; what is given
+        up with `take` meanwhile is left out, too.
         """
         spec = self._desk.spec
         await self.ready()
@@ -144,10 +145,13 @@ class Hit:
             good = await stack.finishing.outlast(stack.reader.gather(places, planes)) if places else 0
         except WorkerDied:
             return out[:, :, : self._nothing()]
-        if good < len(places):
-            self._desk.stack.distrust(self._live().lease, good)
-            self._tokens = min(self._tokens, good * spec.block_size)
-        return out[:, :, : good * spec.block_size]
+        # Blocks are checked in their slots, after the copy: of what was released or given up meanwhile, other blocks may have been
+        # copied, and the right ones may have come back by the check.
+        lease, kept = self._live().lease, self._tokens // spec.block_size
+        if good < min(len(places), kept):
+            stack.distrust(lease, good)
+            self._tokens = good * spec.block_size
+        return out[:, :, : min(good, kept) * spec.block_size]
 
     async def layer(self, layer: int, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer, each `[tokens, kv_heads, head_dim]`, in tensors of the caller's own; latent: one.

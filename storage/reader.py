@@ -1,7 +1,8 @@
 """How readers and writers get at slots: copies between slots and the client's own memory, verified as they leave a slot.
 
 A block is verified in its slot, right after its copy: there it is one run and in the processor's cache, which its copy, in planes
-far apart, is not. A slot that changed before its copy or under it is still another one after it.
+far apart, is not. A slot that changed before its copy or under it is still another one after it: while the reader's lease lasts
+nobody puts the block back. Who reads looks at its lease once more, after the copy.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ from tests.service.caches import (
 )
 from tiercache.config import Config
 from tiercache.errors import Closed, DirectoryLocked, LeaseReleased
+from tiercache.kernels.host import Bytes, copy_run
 from tiercache.service.inprocess import TierCache
+from tiercache.storage import reader
 
 
 async def turns(count: int = 20) -> None:
@@ -155,6 +157,47 @@ async def test_a_layer_whose_lease_ends_meanwhile_hands_out_nothing(seed: int, k
                 expected = tensor_of(tokens)[1, :, : kept * SIZE]
                 same = torch.equal(torch.stack((k, v)).view(torch.uint8), expected.contiguous().view(torch.uint8))
                 assert same
+        await cache.check()
+
+
+@pytest.mark.parametrize("kept", [None, 0, 2], ids=["released", "taken to 0", "taken to 2"])
+async def test_a_gather_whose_lease_ends_meanwhile_hands_out_nothing(
+    seed: int, kept: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another prompt is copied, and what was asked for is back in its slots when they are checked: a check can't tell."""
+    tokens, other = prompt(seed, 4), prompt(seed + 1, 4)
+    before, after = ThreadHold(), ThreadHold()
+
+    def slow(blocks: Bytes, into: Bytes) -> None:
+        before.stand()
+        copy_run(blocks, into)
+        after.stand()
+
+    monkeypatch.setattr(reader, "copy_run", slow)
+    async with opened_kv(small(hbm=None, dram=4, ssd=None)) as (cache, kv):
+        await store(kv, tokens)
+        async with kv.match(tokens) as hit:
+            places = stack_of(cache).readable(hit.lease)
+            reading = asyncio.ensure_future(hit.gather())
+            await before.reached()
+            if kept is None:
+                await hit.release()
+            else:
+                hit.take(kept * SIZE)
+            await kv.insert(other, tensor_of(other))
+            before.release()
+            await after.reached()
+            await kv.delete(other)
+            await kv.insert(tokens, tensor_of(tokens))
+            async with kv.match(tokens) as again:
+                assert stack_of(cache).readable(again.lease) == places
+                after.release()
+                if kept is None:
+                    with pytest.raises(LeaseReleased):
+                        await reading
+                else:
+                    found = await reading
+                    assert found.shape[2] == kept * SIZE and is_exact(found, tokens)
         await cache.check()
 
 
