@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -34,15 +35,18 @@ def draw(result: Result, plots: Sequence[Plot], folder: Path) -> list[Path]:
 
 
 def _draw(result: Result, plot: Plot, figures: Sequence[Figure], folder: Path) -> Path:
-    canvas = Canvas(figsize=(7.2, 4.2), layout="constrained")
+    canvas = Canvas(figsize=(7.2, 4.6), layout="constrained")
     axes = canvas.add_subplot()
     numeric = all(isinstance(figure.at[plot.x], (int, float)) for figure in figures)
     for number, (label, line) in enumerate(_lines(plot, figures).items()):
         style = {"marker": _MARKERS[number % len(_MARKERS)], "label": label, "markersize": 4.5, "linewidth": 1.3, "capsize": 2.5}
+        if not numeric:
+            style["linestyle"] = "none"  # nothing lies between names
         middle, low, high = zip(*(_heights(plot, figure) for figure in line), strict=True)
         below = [max(0.0, at - end) for at, end in zip(middle, low, strict=True)]
         above = [max(0.0, end - at) for at, end in zip(middle, high, strict=True)]
-        axes.errorbar([figure.at[plot.x] for figure in line], middle, yerr=[below, above], **style)  # type: ignore[arg-type]
+        places = [figure.at[plot.x] if numeric else fill(str(figure.at[plot.x]), 14) for figure in line]
+        axes.errorbar(places, middle, yerr=[below, above], **style)  # type: ignore[arg-type]
     if plot.limit is not None:
         axes.axhline(plot.limit, color="0.4", linestyle="--", linewidth=1, label="goal")
     if numeric and plot.log:
@@ -55,13 +59,17 @@ def _draw(result: Result, plot: Plot, figures: Sequence[Figure], folder: Path) -
     axes.set_xlabel(plot.x)
     axes.set_title(plot.title, loc="left", fontsize=10, fontweight="bold")
     axes.grid(visible=True, which="major", color="0.9")
-    axes.legend(frameon=False, fontsize=8)
+    # Below the axes: above them it lies on some line sooner or later.
+    under = -0.12 if numeric else -0.24
+    legend = axes.legend(loc="upper center", bbox_to_anchor=(0.5, under), ncols=3, frameon=False, fontsize=8)
     machine = result.machine
     where = f"{machine['processor']}, {machine['cpus']} cores · {result.date[:10]} · {result.commit}" + " · quick" * result.quick
-    canvas.text(0.995, -0.02, where, ha="right", fontsize=6.5, color="0.45")
-    canvas.savefig(folder / f"{plot.stem}.png", dpi=130, metadata={"Software": None}, bbox_inches="tight")
+    # Above all the rest, and no part of the layout, which would keep the title away from it.
+    head = canvas.text(0.995, 1.0, where, ha="right", va="bottom", fontsize=6.5, color="0.45")
+    head.set_in_layout(False)
     path = folder / f"{plot.stem}.svg"
-    canvas.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    for file, metadata in ((path.with_suffix(".png"), {"Software": None}), (path, {"Date": None})):
+        canvas.savefig(file, dpi=130, metadata=metadata, bbox_inches="tight", bbox_extra_artists=[head, legend])
     return path
 
 
@@ -103,7 +111,7 @@ def _tick(key: str, value: float) -> str:
         return format_size(int(value)).replace(".0 ", " ")
     for scale, name in ((1 << 20, "M"), (1 << 10, "k")):
         if value >= scale and value % scale == 0:
-            return f"{value / scale:g}{name}i"
+            return f"{value / scale:g}{name}"
     for scale, name in ((1_000_000, "M"), (1_000, "k")):
         if value >= scale and value * 10 % scale == 0:
             return f"{value / scale:g}{name}"
