@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import mmap
 import os
 import threading
 from collections.abc import Sequence
 
 from tiercache.storage.memory import HostMemory
-
-log = logging.getLogger(__name__)
 
 HUGE_PAGE = 2 << 20
 """Bytes."""
@@ -33,47 +30,36 @@ class HugePages:
     """Gives memories pages of 2 MiB, one after the other, in a thread of the lowest priority, until all is done or `close`.
 
     What the kernel can't bring together (pinned pages, no 2 MiB in one piece) stays as it is; a kernel that doesn't know how ends
-    it at the first, and without a descriptor or a thread to be had it does not begin. What does not fill 2 MiB is left alone.
-    `close` may wait for one page, some milliseconds.
+    it at the first. What does not fill 2 MiB is left alone. `close` may wait for one page, some milliseconds.
     """
 
     def __init__(self, memories: Sequence[HostMemory]) -> None:
         self._stop = threading.Event()
         self.done = 0
         """Bytes that have pages of 2 MiB."""
-        self._thread: threading.Thread | None = None
         # Descriptors of the thread's own: a memory may be closed before it has ended.
-        sizes: list[tuple[int, int]] = []
-        try:
-            for memory in memories:
-                descriptor = os.dup(memory.descriptor)
-                sizes.append((descriptor, memory.size - memory.size % HUGE_PAGE))
-            thread = threading.Thread(target=self._run, args=(sizes,), name="tiercache-pages", daemon=True)
-            thread.start()
-        except (OSError, RuntimeError) as error:  # no descriptor, or no thread, can be had now: small pages do
-            log.warning("memory keeps its small pages: %s", error)
-            _close(sizes)
-        else:
-            self._thread = thread
+        sizes = [(os.dup(memory.descriptor), memory.size - memory.size % HUGE_PAGE) for memory in memories]
+        self._thread = threading.Thread(target=self._run, args=(sizes,), name="tiercache-pages", daemon=True)
+        self._thread.start()
 
     def wait(self) -> None:
         """Wait until there is nothing more to do."""
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def close(self) -> None:
         """Stop. May be called twice."""
         self._stop.set()
-        self.wait()
+        self._thread.join()
 
     def _run(self, sizes: Sequence[tuple[int, int]]) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LAST)
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LAST)
             for descriptor, size in sizes:
                 if size and not self._stop.is_set():
                     self._enlarge(descriptor, size)
         finally:
-            _close(sizes)
+            for descriptor, _ in sizes:
+                os.close(descriptor)
 
     def _enlarge(self, descriptor: int, size: int) -> None:
         """Map `size` bytes where a page of 2 MiB may begin, which Python's mmap does not promise, and go through them.
@@ -99,11 +85,6 @@ class HugePages:
                     return
         finally:
             libc.munmap(room, length)
-
-
-def _close(sizes: Sequence[tuple[int, int]]) -> None:
-    for descriptor, _ in sizes:
-        os.close(descriptor)
 
 
 def _libc() -> ctypes.CDLL:

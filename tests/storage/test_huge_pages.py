@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
@@ -76,32 +75,3 @@ def test_too_little_for_a_page_is_left_alone() -> None:
     assert pages.done == 0
     pages.close()
     memory.close()
-
-
-@pytest.mark.parametrize("lack", ["thread", "descriptor"])
-def test_where_it_can_not_begin_nothing_is_done_and_nothing_left(lack: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon starts without huge pages all the same."""
-    memories = [HostMemory(HUGE_PAGE), HostMemory(HUGE_PAGE)]
-    plain = os.dup
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    def dup(descriptor: int) -> int:
-        if descriptor == memories[1].descriptor:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return plain(descriptor)
-
-    before = len(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as patch:
-        if lack == "thread":
-            patch.setattr(threading.Thread, "start", refuse)
-        else:
-            patch.setattr(os, "dup", dup)
-        pages = HugePages(memories)
-
-    pages.wait()
-    pages.close()
-    assert pages.done == 0 and len(os.listdir("/proc/self/fd")) == before
-    for memory in memories:
-        memory.close()
