@@ -271,9 +271,9 @@ def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
 async def in_parts(count: int, parts: int, work: Callable[[int, int], Awaitable[T]]) -> list[tuple[int, T | BaseException]]:
     """Await `work(low, high)` for about equal parts of `count` things at once; return where each begins and what came of it.
 
-    All have ended when this returns: when one fails, the others may still be writing.
+    All have ended when this returns: when one fails, the others may still be writing. Of nothing there are no parts.
     """
-    step = -(-count // max(1, min(parts, count)))
+    step = max(1, -(-count // max(1, parts)))
     ranges = [(low, min(low + step, count)) for low in range(0, count, step)]
     if len(ranges) == 1:  # no task for what is one call
         try:

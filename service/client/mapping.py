@@ -146,8 +146,8 @@ class Arena:
         self._lay_out = lay_out
         self._whole: SlotPlanes | None = None
         self.slots = lay_out(whole[at.offset : at.offset + at.length], geometry)
-        # A memoryview's items cost half of what an array's do, and one is read before and after every copy.
         self.capacity = at.slots
+        # A memoryview's items cost half of what an array's do, and one is read after every copy.
         self.generations = pages.data[at.generations : at.generations + 4 * at.slots].cast("I")
 
     @property

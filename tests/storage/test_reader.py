@@ -137,6 +137,11 @@ async def test_a_block_that_changes_under_its_copy_is_not_good(house: House, lat
     assert np.array_equal(into[:, : 3 * GEOMETRY.unit_bytes], expected(house.blocks[:3]))
 
 
+async def test_no_blocks_are_gathered_in_no_parts(house: House) -> None:
+    """A hit of nothing may be read."""
+    assert await house.reader.gather([], np.empty((GEOMETRY.planes, 0), np.uint8)) == 0
+
+
 async def test_a_gather_ends_when_all_of_its_threads_have(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """One dies while another still writes: the caller hears of it only when that one has ended, too."""
     monkeypatch.setattr(reader, "SHARE", 1)
