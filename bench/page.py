@@ -54,7 +54,9 @@ def _goal(row: Row, figures: Sequence[Figure]) -> str:
     if not judged:
         return f"| {row.what} | {row.reference} | {row.goal} | not measured | |"
     found = [_found(figure) for figure in judged]
-    where = [f"{text} ({conditions(figure)})" for text, figure in zip(found, judged, strict=True)]
+    several = len({figure.name for figure in judged}) > 1
+    named = [f"{figure.name}: {conditions(figure)}" if several else conditions(figure) for figure in judged]
+    where = [f"{text} ({name})" for text, name in zip(found, named, strict=True)]
     shown = found[0] if len(set(found)) == 1 else "; ".join(where)
     reached = sum(figure.reached is True for figure in judged)
     word = "reached" if reached == len(judged) else "missed" if not reached else f"reached by {reached} of {len(judged)}"
