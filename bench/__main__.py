@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from tiercache.bench.figures import Result
@@ -47,10 +48,26 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--page is made from the results in --out, which is not given")
     if options.out is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--out draws plots by matplotlib, which is not installed: pip install 'tiercache[bench]'")
+    _require_folders(parser, options)
     status = _all(options) if options.program == "all" else _one(options, arguments)
     if options.page is not None:
         write_page(options.page, options.out)
     return status
+
+
+def _require_folders(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with status 2 if a folder can't be what it is named for: before minutes of measuring, not after them."""
+    if options.directory is not None and not options.directory.is_dir():
+        parser.error(f"--directory {options.directory} is no folder")
+    if options.out is not None and options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out {options.out} is no folder")
+    if options.page is not None and (options.page.is_dir() or not options.page.resolve().parent.is_dir()):
+        parser.error(f"--page {options.page} is no file in a folder that is there")
+    if options.page is not None:
+        try:
+            read_all(options.out)
+        except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
+            parser.error(f"--page is made of all results in {options.out}, of which one can't be read: {error}")
 
 
 def _one(options: argparse.Namespace, arguments: Sequence[str]) -> int:

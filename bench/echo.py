@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import struct
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import cast
 
 from tiercache.bench.served import environment, looped, python
+from tiercache.service.demo.tether import tie_to
 
 _HEAD = struct.Struct("<QQ")
 _START = 30.0
@@ -88,7 +90,7 @@ def serving() -> Iterator[Path]:
     """Run the server in a process of its own for as long as the block lasts; gives its socket."""
     with tempfile.TemporaryDirectory(prefix="tcb") as place:
         path = Path(place) / "e"
-        process = subprocess.Popen(python("-m", "tiercache.bench.echo", str(path)), env=environment())
+        process = subprocess.Popen(python("-m", "tiercache.bench.echo", str(os.getpid()), str(path)), env=environment())
         try:
             end = time.monotonic() + _START
             while not path.exists():
@@ -122,4 +124,5 @@ async def _serve(path: str) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        looped(lambda: _serve(sys.argv[1]))
+        tie_to(int(sys.argv[1]))
+        looped(lambda: _serve(sys.argv[2]))

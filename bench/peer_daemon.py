@@ -23,6 +23,7 @@ from tiercache.service.cli_serve import run, until_told
 from tiercache.service.client.client import BackOff, connect
 from tiercache.service.client.remote_kv import RemoteKV
 from tiercache.service.daemon.daemon import Daemon
+from tiercache.service.demo.tether import tie_to
 from tiercache.service.stack import Seams
 from tiercache.spec import KVSpec, Namespace
 
@@ -47,7 +48,8 @@ def _process(config: Config, *, sync: bool) -> Iterator[tuple[int, Path]]:
     with tempfile.TemporaryDirectory(prefix="tiercache-") as place:  # by the default: a socket's path is short
         file, socket = Path(place) / "config.json", Path(place) / "s"
         file.write_bytes(msgspec.json.encode(config))
-        command = [sys.executable, "-m", "tiercache.bench.peer_daemon", str(file), str(socket), *(["unsynced"] * (not sync))]
+        command = [sys.executable, "-m", "tiercache.bench.peer_daemon", str(os.getpid()), str(file), str(socket)]
+        command += ["unsynced"] * (not sync)
         process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
         try:
             yield process.pid, socket
@@ -68,8 +70,9 @@ def _processor_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def main(file: str, socket: str, *words: str) -> None:
-    """Run the daemon until it is told to stop."""
+def main(parent: str, file: str, socket: str, *words: str) -> None:
+    """Run the daemon until it is told to stop, or process `parent` has ended."""
+    tie_to(int(parent))
     config = msgspec.json.decode(Path(file).read_bytes(), type=Config)
     seams = Seams(sync="unsynced" not in words)
     run(lambda: until_told(Daemon(config, socket, seams=seams)))

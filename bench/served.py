@@ -106,7 +106,16 @@ class Served:
 
     def start(self) -> None:
         """Start the process; whoever connects waits for it."""
-        command = python("-m", "tiercache.service.cli", "serve", "--config", str(self._config), "--socket", str(self.socket))
+        command = python(
+            "-m",
+            "tiercache.service.demo.tether",
+            str(os.getpid()),
+            "serve",
+            "--config",
+            str(self._config),
+            "--socket",
+            str(self.socket),
+        )
         with self._log.open("ab") as log:
             self.began = time.perf_counter()
             self._process = subprocess.Popen([*command, "--log-level", "error"], env=self._environment, stdout=log, stderr=log)
