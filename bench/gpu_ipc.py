@@ -34,11 +34,11 @@ def _clients_die(bench: Bench, size: int) -> None:
     """Two clients in turn: each waits for the owner's event, reads, writes in place, and is killed with all of it open."""
     rig = bench.rig
     before = rig.free()
-    memory = rig.shareable(size)
+    memory = rig.device.allocate(size)
     bench.check("memory that is taken is missing", rig.free() <= before - size + SLACK)
-    handle = rig.handle(memory)
+    handle = rig.device.export(memory)
     bench.check("a handle is 64 bytes at most", 0 < len(handle) <= 64, f"{len(handle)} bytes")
-    stream, event, host = rig.device.stream(), rig.event(), rig.device.pinned(size)
+    stream, event, host = rig.device.stream(), rig.device.event(), rig.device.pinned(size)
     for turn in ("the first client", "the next client"):
         content = random_bytes(bench.draw, size)
         host[:] = content
@@ -113,12 +113,12 @@ def other(kind: str, role: str, handle: str, length: str, event: str) -> None:
     rig: Rig = LazyRig(1) if kind == "lazy" else CudaRig()
     size = int(length)
     if role == "owner":
-        memory, content = rig.shareable(size), random_bytes(np.random.default_rng(), size)
+        memory, content = rig.device.allocate(size), random_bytes(np.random.default_rng(), size)
         rig.poke(content, memory)
-        print(rig.handle(memory).hex(), hashlib.sha256(content.tobytes()).hexdigest(), flush=True)
+        print(rig.device.export(memory).hex(), hashlib.sha256(content.tobytes()).hexdigest(), flush=True)
         sys.stdin.read()
         return
-    opened, ready = rig.open(bytes.fromhex(handle), size), rig.event(bytes.fromhex(event))
+    opened, ready = rig.open(bytes.fromhex(handle), size), rig.device.event(bytes.fromhex(event))
     print("open", flush=True)
     for line in sys.stdin:
         if line.strip() == "read":

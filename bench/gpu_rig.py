@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -76,21 +75,14 @@ class Rig(ABC):
     def mapped(self, stream: Stream, pool: Pool, slots: Sequence[int], host: Slots, *, up: bool) -> None:
         """Copy blocks between the pool and host memory by a kernel that crosses the bus itself."""
 
-    @abstractmethod
-    def shareable(self, size: int) -> Memory:
-        """Return memory that another process can open."""
-
-    @abstractmethod
-    def handle(self, memory: Memory) -> bytes:
-        """Return what another process opens it by, 64 bytes at most."""
-
-    @abstractmethod
     def open(self, handle: bytes, size: int) -> Any:
-        """Open another process's memory and return it in place, an array or tensor of bytes; gone with it, it is closed."""
-
-    @abstractmethod
-    def event(self, handle: bytes | None = None) -> Any:
-        """Return an event for two processes, a new one or another's: `handle`, `record(stream)`, `wait`."""
+        """Open another process's memory and return it in place, as an array or tensor of bytes; gone with it, it is closed."""
+        found = self.device.array(self.device.open(handle, size), size)
+        if self.dry or importlib.util.find_spec("torch") is None:
+            return found
+        tensor = importlib.import_module("torch").from_dlpack(found)
+        assert tensor.data_ptr() == found.data.ptr, "the tensor is a copy"
+        return tensor
 
     def wall(self, stream: Stream, enqueue: Callable[[], None]) -> float:
         """Return how long it takes from the first call to the end of the last copy, on the host's clock."""
@@ -132,7 +124,7 @@ class CudaRig(Rig):
                 made.append(super().stream())
                 return made[-1]
 
-        if not self._cuda.is_available():
+        if not self._cuda.count():
             raise MemoryRefused("there is no CUDA device")
         self._made = made
         self.device = self._card = Watched(0)
@@ -183,28 +175,6 @@ class CudaRig(Rig):
         arguments = (address, list(slots), at, host.numbers, *map(np.uint32, numbers))
         stream.launch(self._kernels[up], how.grid, how.block, *arguments)  # type: ignore[attr-defined]
 
-    def shareable(self, size: int) -> Memory:
-        """Return memory of the device: each allocation can be exported."""
-        return self.device.allocate(size)
-
-    def handle(self, memory: Memory) -> bytes:
-        """Return the driver's handle."""
-        return bytes(memory.handle())  # type: ignore[attr-defined]
-
-    def open(self, handle: bytes, size: int) -> Any:
-        """Return a torch tensor where torch is installed, else a CuPy array; both lie in the other process's memory."""
-        opened = self._cuda.open_handle(self._card, handle, size)
-        found = self._cuda.array(self._card, opened, size)
-        if importlib.util.find_spec("torch") is None:
-            return found
-        tensor = importlib.import_module("torch").from_dlpack(found)
-        assert tensor.data_ptr() == opened.address, "the tensor is a copy"
-        return tensor
-
-    def event(self, handle: bytes | None = None) -> Any:
-        """Return the driver's event."""
-        return self._card.shared_event(handle)
-
 
 class LazyRig(Rig):
     """The lazy device: orders and bytes are as they would be, times are not."""
@@ -213,15 +183,14 @@ class LazyRig(Rig):
 
     def __init__(self, seed: int) -> None:
         self.device = self._lazy = LazyDevice(seed)
-        self._open = 0
 
     def properties(self) -> dict[str, str | int | float]:
         """Return that there is none."""
         return {"card": "none: the lazy device"}
 
     def free(self) -> int:
-        """Return a number that grows and shrinks as exported memory goes and comes."""
-        return (1 << 40) - self._open
+        """Return a number that grows and shrinks as memory goes and comes."""
+        return (1 << 40) - self._lazy.allocated
 
     def streams(self) -> list[Stream]:
         """Return all streams that were made so far."""
@@ -258,63 +227,6 @@ class LazyRig(Rig):
                     host.blocks[number] = blocks[:, slot]
 
         _lazy(stream).call(copy)
-
-    def shareable(self, size: int) -> Memory:
-        """Return memory that is a memfd's."""
-        memory = _Shared(size)
-        self._open += size
-        memory.closing = self._closed
-        return memory
-
-    def _closed(self, size: int) -> None:
-        self._open -= size
-
-    def handle(self, memory: Memory) -> bytes:
-        """Return where the memfd is found."""
-        assert isinstance(memory, _Shared)
-        return f"{os.getpid()}:{memory.descriptor}".encode()
-
-    def open(self, handle: bytes, size: int) -> Any:
-        """Map the memfd of another process."""
-        process, descriptor = handle.decode().split(":")
-        return np.memmap(f"/proc/{process}/fd/{descriptor}", np.uint8, "r+", shape=(size,))
-
-    def event(self, handle: bytes | None = None) -> Any:
-        """Return an event that has happened when its owner says that it was recorded."""
-        return _Told(handle)
-
-
-class _Shared(LazyMemory):
-    """Lazy memory in a memfd."""
-
-    closing: Callable[[int], None]
-
-    def __init__(self, size: int) -> None:
-        self.descriptor = os.memfd_create("tiercache-bench", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, size)
-        self.bytes: Bytes = np.memmap(f"/proc/self/fd/{self.descriptor}", np.uint8, "r+", shape=(size,))
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
-        self.closing(len(self.bytes))
-
-
-class _Told:
-    """Stands for an event between processes: the lazy device has none, so recording it waits."""
-
-    def __init__(self, handle: bytes | None) -> None:
-        self._handle = handle or b"told"
-
-    def handle(self) -> bytes:
-        """Return a word."""
-        return self._handle
-
-    def record(self, stream: Stream) -> None:
-        """Wait for the stream."""
-        stream.record().wait()
-
-    def wait(self) -> None:
-        """Return."""
 
 
 def _lazy(stream: Stream) -> LazyStream:

@@ -19,16 +19,14 @@ import cupy
 import numpy as np
 
 from tiercache.errors import InvalidTensor, MemoryRefused, StoreError
-from tiercache.kernels.device import Event, Memory, Pool, require_fork, rows_of
+from tiercache.kernels.device import LEAST_EXPORT, Event, Memory, Pool, require_fork, rows_of
 from tiercache.kernels.host import Bytes
 from tiercache.kernels.launch import OPTIONS, SOURCE, plan
 from tiercache.kernels.rotation import Loan, Rotation
 
 _TO_HOST, _TO_DEVICE, _WITHIN = 2, 1, 3
-_PORTABLE = 1
-"""Of cudaHostRegister: pinned for every context."""
-_LEAST_EXPORT = 2 << 20
-"""Bytes. The driver makes smaller allocations parts of one piece of this size, and a handle would open all of it."""
+_PORTABLE, _READ_ONLY = 1, 8
+"""Of cudaHostRegister: pinned for every context, and memory that this process can't write."""
 
 
 class CudaMemory:
@@ -43,15 +41,14 @@ class CudaMemory:
         """The device's address."""
         return int(self._memory.ptr)
 
-    def handle(self) -> bytes:
-        """Return 64 bytes by which another process opens this memory (`open_handle`). Raises InvalidTensor for less than 2 MiB.
 
-        Who has the handle can read and write all of it.
-        """
-        if self.size < _LEAST_EXPORT:
-            raise InvalidTensor(f"{self.size} bytes are no memory of their own: less than {_LEAST_EXPORT} can't be exported")
-        with _memory("a handle"):
-            return bytes(cupy.cuda.runtime.ipcGetMemHandle(self.address))
+class BorrowedMemory:
+    """Memory of the device that is somebody else's, whom this holds."""
+
+    def __init__(self, address: int, size: int, owner: object) -> None:
+        self.address = address
+        self.size = size
+        self._owner = owner
 
 
 class OpenedMemory:
@@ -67,21 +64,6 @@ class OpenedMemory:
         """Close it now: no array on it, and no copy under way, may be used any more. May be called twice."""
         with _memory("closing a handle"):
             self._closing()
-
-
-def open_handle(device: CudaDevice, handle: bytes, size: int) -> OpenedMemory:
-    """Return memory of another process, on the same device. Raises MemoryRefused: its owner has freed it, or is this process."""
-    with device.current(), _memory("opening a handle"):
-        return OpenedMemory(handle, size)
-
-
-def array(device: CudaDevice, memory: CudaMemory | OpenedMemory, *shape: int) -> Any:
-    """Return device memory in place as a CuPy array of bytes, which `torch.from_dlpack` takes without a copy; it holds `memory`."""
-    size = int(np.prod(shape))
-    _require_room(memory, size)
-    with device.current():
-        owned = cupy.cuda.UnownedMemory(memory.address, size, memory, device.number)
-        return cupy.ndarray(shape, cupy.uint8, cupy.cuda.MemoryPointer(owned, 0))
 
 
 class CudaEvent:
@@ -107,24 +89,21 @@ class CudaEvent:
             self.event.synchronize()
 
 
-class SharedEvent:
-    """An event for two processes. Its owner records it again and again; a waiter means the last record before he begins to wait.
-
-    So he must be told that it was recorded before he waits, and the owner, that he waits, before it is recorded for the next thing.
-    """
+class CudaSharedEvent:
+    """An event for two processes."""
 
     def __init__(self, pointer: int, owner: Any) -> None:
         self.pointer = pointer
         self._owner = owner
 
     @classmethod
-    def new(cls) -> SharedEvent:
+    def new(cls) -> CudaSharedEvent:
         """Return an event of this process, on the current device."""
         event = cupy.cuda.Event(block=True, disable_timing=True, interprocess=True)
         return cls(int(event.ptr), event)
 
     @classmethod
-    def opened(cls, handle: bytes) -> SharedEvent:
+    def opened(cls, handle: bytes) -> CudaSharedEvent:
         """Return an event of another process, on the current device."""
         opened = cls(int(cupy.cuda.runtime.ipcOpenEventHandle(handle)), None)
         weakref.finalize(opened, cupy.cuda.runtime.eventDestroy, opened.pointer).atexit = False
@@ -147,12 +126,15 @@ class SharedEvent:
 
 
 class CudaStream:
-    """A stream that does not wait for the legacy default stream."""
+    """A stream that does not wait for the legacy default stream, or one that another library has made, by its pointer."""
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaDevice, pointer: int | None = None) -> None:
         self._device = device
         with device.current():
-            self._stream = cupy.cuda.Stream(non_blocking=True)
+            if pointer is None:
+                self._stream = cupy.cuda.Stream(non_blocking=True)
+            else:
+                self._stream = cupy.cuda.ExternalStream(pointer, device.number)
 
     @property
     def pointer(self) -> int:
@@ -240,7 +222,7 @@ class CudaStream:
 
     def wait(self, event: Event) -> None:
         """Let the stream wait for an event of this device; the caller does not."""
-        assert isinstance(event, CudaEvent | SharedEvent)
+        assert isinstance(event, CudaEvent | CudaSharedEvent)
         with self._device.current(), _copies():
             cupy.cuda.runtime.streamWaitEvent(self.pointer, event.pointer)
 
@@ -254,6 +236,21 @@ class CudaDevice:
         self.events: Rotation[Any] = Rotation(lambda: cupy.cuda.Event(block=True, disable_timing=True))
         self._module = cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=OPTIONS)
         self._kernels: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        """`cuda:` and the number."""
+        return f"cuda:{self.number}"
+
+    @property
+    def tensors(self) -> str:
+        """As torch names it, too."""
+        return self.name
+
+    @property
+    def uuid(self) -> bytes:
+        """What the driver says."""
+        return bytes(cupy.cuda.runtime.getDeviceProperties(self.number)["uuid"])[:16]
 
     def current(self) -> Any:
         """Return the context in which calls go to this device."""
@@ -278,10 +275,11 @@ class CudaDevice:
             memory = cupy.cuda.alloc_pinned_memory(size)
         return np.frombuffer(memory, np.uint8, size).reshape(shape)
 
-    def register(self, memory: Bytes) -> None:
-        """Pin host memory where it lies. Raises MemoryRefused."""
+    def register(self, memory: Bytes, *, readonly: bool = False) -> None:
+        """Pin host memory where it lies. Raises MemoryRefused, also where the card can't pin what this process may only read."""
+        flags = _PORTABLE | (_READ_ONLY if readonly else 0)
         with self.current(), _memory(f"pinning {memory.nbytes} bytes"):
-            cupy.cuda.runtime.hostRegister(_host(memory), memory.nbytes, _PORTABLE)
+            cupy.cuda.runtime.hostRegister(_host(memory), memory.nbytes, flags)
 
     def unregister(self, memory: Bytes) -> None:
         """Undo `register`."""
@@ -292,10 +290,45 @@ class CudaDevice:
         """Return a new stream."""
         return CudaStream(self)
 
-    def shared_event(self, handle: bytes | None = None) -> SharedEvent:
-        """Return a new event that can be handed to another process, or the one that another handed over."""
+    def event(self, handle: bytes | None = None) -> CudaSharedEvent:
+        """Return a new event that can be handed to another process, or the one that another handed over. Raises StoreError."""
         with self.current(), _copies():
-            return SharedEvent.new() if handle is None else SharedEvent.opened(handle)
+            return CudaSharedEvent.new() if handle is None else CudaSharedEvent.opened(handle)
+
+    def adopt(self, pointer: int) -> CudaStream:
+        """Return another library's stream; 0 is the legacy default stream."""
+        return CudaStream(self, pointer)
+
+    def borrow(self, address: int, size: int, owner: object) -> BorrowedMemory:
+        """Return another library's memory in place."""
+        return BorrowedMemory(address, size, owner)
+
+    def part(self, memory: Memory, at: int, size: int) -> BorrowedMemory:
+        """Return a part of memory in place. Raises InvalidTensor."""
+        if at < 0 or size < 0:
+            raise InvalidTensor(f"{size} bytes from byte {at} on are no part of memory", value=at)
+        _require_room(memory, at + size)
+        return BorrowedMemory(_address(memory) + at, size, memory)
+
+    def array(self, memory: Memory, *shape: int) -> Any:
+        """Return memory in place as a CuPy array of bytes, which `torch.from_dlpack` takes without a copy. Raises InvalidTensor."""
+        size = int(np.prod(shape))
+        _require_room(memory, size)
+        with self.current():
+            owned = cupy.cuda.UnownedMemory(_address(memory), size, memory, self.number)
+            return cupy.ndarray(shape, cupy.uint8, cupy.cuda.MemoryPointer(owned, 0))
+
+    def export(self, memory: Memory) -> bytes:
+        """Return the driver's handle of memory of its own allocation. Raises InvalidTensor for less than 2 MiB."""
+        if memory.size < LEAST_EXPORT or not isinstance(memory, CudaMemory):
+            raise InvalidTensor(f"{memory.size} bytes are no memory of their own: less than {LEAST_EXPORT} can't be exported")
+        with self.current(), _memory("a handle"):
+            return bytes(cupy.cuda.runtime.ipcGetMemHandle(memory.address))
+
+    def open(self, handle: bytes, size: int) -> OpenedMemory:
+        """Return another process's memory. Raises MemoryRefused: its owner has freed it, or is this process."""
+        with self.current(), _memory("opening a handle"):
+            return OpenedMemory(handle, size)
 
     # --- for who measures -------------------------------------------------------------------------------------------------
 
@@ -329,16 +362,16 @@ class CudaDevice:
         }
 
 
-def is_available() -> bool:
-    """Return whether there is a CUDA device."""
+def count() -> int:
+    """Return how many CUDA devices there are; 0 where there is no driver."""
     try:
-        return bool(cupy.cuda.runtime.getDeviceCount())
+        return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:
-        return False
+        return 0
 
 
 def _address(memory: Memory) -> int:
-    assert isinstance(memory, CudaMemory | OpenedMemory)
+    assert isinstance(memory, CudaMemory | OpenedMemory | BorrowedMemory)
     return memory.address
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -89,6 +89,22 @@ class Stream(Protocol):
         ...
 
 
+class SharedEvent(Event, Protocol):
+    """A point in a stream for two processes, which its owner records again and again; who waits means the last record by then.
+
+    So he must be told that it was recorded before he waits. Records of one stream are in order: who waits for a later one than he
+    was told of waits longer, and for all that he was told of.
+    """
+
+    def handle(self) -> bytes:
+        """Return 64 bytes at most, by which another process opens it."""
+        ...
+
+    def record(self, stream: Any) -> None:
+        """Let it happen when all that is enqueued on `stream` now has happened; its owner's to call."""
+        ...
+
+
 def require_fork(pool: Pool, origins: Sequence[int], targets: Sequence[int]) -> None:
     """Raise InvalidTensor unless the blocks in `origins` can be copied over those in `targets` in any order."""
     if len(origins) != len(targets) or set(origins) & set(targets) or len(set(targets)) != len(targets):
@@ -120,8 +136,27 @@ def rows_of(host: Bytes) -> tuple[int, int, int]:
     return count, length, host.strides[0]
 
 
+LEAST_EXPORT = 2 << 20
+"""Bytes. A driver makes smaller allocations parts of one piece of this size, and a handle would open all of it."""
+
+
 class Device(Protocol):
-    """One device."""
+    """One device, and what of it can be handed to other libraries and other processes."""
+
+    @property
+    def name(self) -> str:
+        """What a configuration calls it, such as `cuda:0`."""
+        ...
+
+    @property
+    def tensors(self) -> str:
+        """Where torch's tensors lie whose memory is this device's, in torch's words."""
+        ...
+
+    @property
+    def uuid(self) -> bytes:
+        """Which device it is, 16 bytes: two processes may number the same one differently."""
+        ...
 
     def allocate(self, size: int) -> Memory:
         """Return `size` bytes of the device's memory, content undefined. Raises MemoryRefused."""
@@ -131,8 +166,11 @@ class Device(Protocol):
         """Return host memory that copies need no detour for, content undefined. Raises MemoryRefused."""
         ...
 
-    def register(self, memory: Bytes) -> None:
-        """Pin host memory where it lies, until `unregister`. Raises MemoryRefused; the device then works as before."""
+    def register(self, memory: Bytes, *, readonly: bool = False) -> None:
+        """Pin host memory where it lies, until `unregister`; `readonly` is for what this process has mapped so.
+
+        Raises MemoryRefused; the device then works as before.
+        """
         ...
 
     def unregister(self, memory: Bytes) -> None:
@@ -141,4 +179,38 @@ class Device(Protocol):
 
     def stream(self) -> Stream:
         """Return a new stream."""
+        ...
+
+    def adopt(self, pointer: int) -> Stream:
+        """Return another library's stream by the driver's pointer to it. It is that library's: it must outlive what is enqueued."""
+        ...
+
+    def borrow(self, address: int, size: int, owner: object) -> Memory:
+        """Return memory of this device that another library allocated; it holds `owner`, which keeps the memory alive."""
+        ...
+
+    def part(self, memory: Memory, at: int, size: int) -> Memory:
+        """Return `size` bytes of `memory` from byte `at` on, in place; it holds `memory`. Raises InvalidTensor."""
+        ...
+
+    def array(self, memory: Memory, *shape: int) -> Any:
+        """Return memory in place as an array of bytes that other libraries take without a copy (DLPack); it holds `memory`.
+
+        Raises InvalidTensor for a shape that is larger than the memory.
+        """
+        ...
+
+    def export(self, memory: Memory) -> bytes:
+        """Return 64 bytes at most by which another process opens memory that `allocate` returned; who has them can write all of it.
+
+        Raises InvalidTensor for less than `LEAST_EXPORT` bytes.
+        """
+        ...
+
+    def open(self, handle: bytes, size: int) -> Memory:
+        """Return another process's memory in place, closed when nobody here holds it. Raises MemoryRefused."""
+        ...
+
+    def event(self, handle: bytes | None = None) -> SharedEvent:
+        """Return a new event for two processes, or another process's. Raises StoreError."""
         ...

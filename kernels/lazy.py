@@ -7,6 +7,9 @@ So what orders its copies wrongly is seen to do so, on any machine. It measures 
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import random
 import threading
 import weakref
@@ -17,7 +20,7 @@ import numpy as np
 
 from tiercache.errors import InvalidTensor, MemoryRefused, StoreError
 from tiercache.kernels import host
-from tiercache.kernels.device import Event, Memory, Pool, require_fork, require_slots, rows_of
+from tiercache.kernels.device import LEAST_EXPORT, Event, Memory, Pool, Stream, require_fork, require_slots, rows_of
 from tiercache.kernels.host import Bytes, empty_bytes
 
 POISON = 0xD7
@@ -27,11 +30,13 @@ PATIENCE = 20.0
 
 
 class LazyMemory:
-    """Memory of the device, poisoned at first."""
+    """Memory of the device in place: `bytes` hold what keeps them alive, `descriptor` is the memfd of what can be exported."""
 
-    def __init__(self, size: int) -> None:
-        self.bytes: Bytes = empty_bytes(size)
-        self.bytes[:] = POISON
+    def __init__(self, memory: Bytes, descriptor: int | None = None) -> None:
+        self.bytes = memory
+        self.descriptor = descriptor
+        if descriptor is not None:
+            weakref.finalize(self, os.close, descriptor)
 
     @property
     def size(self) -> int:
@@ -51,6 +56,26 @@ class LazyEvent:
         self._device.wait_for(self)
 
 
+class LazyShared:
+    """Stands for an event between processes: the lazy device's work is done by this process alone, so recording it waits."""
+
+    def __init__(self, device: LazyDevice, handle: bytes | None) -> None:
+        self._device = device
+        self._handle = handle or b"recorded"
+        self.happened = True
+
+    def handle(self) -> bytes:
+        """Return a word."""
+        return self._handle
+
+    def record(self, stream: Stream) -> None:
+        """Wait for the stream."""
+        stream.record().wait()
+
+    def wait(self) -> None:
+        """Return: what its owner has told of has happened."""
+
+
 class _Work:
     """Something enqueued: a copy, an event that happens, or an event without which the stream does not go on."""
 
@@ -61,7 +86,7 @@ class _Work:
         call: Callable[[], None] | None = None,
         *,
         event: LazyEvent | None = None,
-        after: LazyEvent | None = None,
+        after: LazyEvent | LazyShared | None = None,
         needs: Sequence[weakref.ref[Bytes]] = (),
     ) -> None:
         self.call, self.event, self.after, self.needs = call, event, after, needs
@@ -136,7 +161,7 @@ class LazyStream:
 
     def wait(self, event: Event) -> None:
         """Let the stream wait for an event; the caller does not."""
-        assert isinstance(event, LazyEvent)
+        assert isinstance(event, LazyEvent | LazyShared)
         with self._device.turn:
             self.work.append(_Work(after=event))
 
@@ -178,6 +203,9 @@ class LazyDevice:
         """From which piece of work on enqueueing fails."""
         self.choose: Callable[[list[LazyStream]], LazyStream] = random.Random(seed).choice
         self.streams: list[LazyStream] = []
+        self._adopted: dict[int, LazyStream] = {}
+        self.allocated = 0
+        """Bytes of what can be exported."""
         self.registered: list[tuple[int, int]] = []
         """Address and size of what is pinned."""
         self.most_registered: int | None = None
@@ -185,9 +213,22 @@ class LazyDevice:
         self._happened = threading.Condition(self.turn)
         self._broken: str | None = None
 
+    name = "lazy"
+    tensors = "cpu"
+    uuid = b"the lazy device "
+
     def allocate(self, size: int) -> LazyMemory:
-        """Return poisoned memory."""
-        return LazyMemory(size)
+        """Return poisoned memory, that of a memfd where it is large enough to be exported."""
+        if size < LEAST_EXPORT:
+            memory = LazyMemory(empty_bytes(size))
+        else:
+            descriptor = os.memfd_create("tiercache-lazy", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, size)
+            memory = LazyMemory(_mapped(descriptor, size), descriptor)
+            self.allocated += size
+            weakref.finalize(memory, self._freed, size)
+        memory.bytes[:] = POISON
+        return memory
 
     def pinned(self, *shape: int) -> Bytes:
         """Return poisoned host memory."""
@@ -195,8 +236,13 @@ class LazyDevice:
         memory[...] = POISON
         return memory
 
-    def register(self, memory: Bytes) -> None:
-        """Remember what is pinned. Raises MemoryRefused for one more than `most_registered`."""
+    def register(self, memory: Bytes, *, readonly: bool = False) -> None:
+        """Remember what is pinned.
+
+        Raises MemoryRefused for one more than `most_registered`, and for memory that can't be written and is not said to be so.
+        """
+        if not memory.flags.writeable and not readonly:
+            raise MemoryRefused(f"{memory.nbytes} bytes can't be pinned for writing: they are mapped read-only")
         if len(self.registered) == self.most_registered:
             raise MemoryRefused(f"{memory.nbytes} bytes can't be pinned")
         place = (memory.__array_interface__["data"][0], memory.nbytes)
@@ -219,6 +265,52 @@ class LazyDevice:
         stream = LazyStream(self)
         self.streams.append(stream)
         return stream
+
+    def adopt(self, pointer: int) -> LazyStream:
+        """Return a stream of another library: there is one by each pointer."""
+        with self.turn:
+            if pointer not in self._adopted:
+                self._adopted[pointer] = self.stream()
+            return self._adopted[pointer]
+
+    def _freed(self, size: int) -> None:
+        self.allocated -= size
+
+    def borrow(self, address: int, size: int, owner: object) -> LazyMemory:
+        """Return host memory at an address in place."""
+        return LazyMemory(np.asarray(_Held((ctypes.c_uint8 * size).from_address(address), owner)))
+
+    def part(self, memory: Memory, at: int, size: int) -> LazyMemory:
+        """Return a part of memory in place. Raises InvalidTensor."""
+        return LazyMemory(np.asarray(_Held(_part(memory, at, size), memory)))
+
+    def array(self, memory: Memory, *shape: int) -> Bytes:
+        """Return memory in place as an array. Raises InvalidTensor."""
+        return np.asarray(_Held(_part(memory, 0, int(np.prod(shape))).reshape(shape), memory))
+
+    def export(self, memory: Memory) -> bytes:
+        """Return where the memfd is found. Raises InvalidTensor for memory that has none."""
+        if not isinstance(memory, LazyMemory) or memory.descriptor is None:
+            raise InvalidTensor(f"{memory.size} bytes are no memory of their own: less than {LEAST_EXPORT} can't be exported")
+        return f"{os.getpid()}:{memory.descriptor}".encode()
+
+    def open(self, handle: bytes, size: int) -> LazyMemory:
+        """Map the memfd of another process, or of this one. Raises MemoryRefused."""
+        process, _, descriptor = handle.decode().partition(":")
+        try:
+            opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise MemoryRefused(f"opening a handle refused by the device: {error.strerror}") from error
+        try:
+            return LazyMemory(_mapped(opened, size))
+        except (OSError, ValueError) as error:
+            raise MemoryRefused(f"opening a handle refused by the device: {error}") from error
+        finally:
+            os.close(opened)
+
+    def event(self, handle: bytes | None = None) -> LazyShared:
+        """Return an event for two processes: here it has happened as soon as its owner has recorded it."""
+        return LazyShared(self, handle)
 
     def step(self) -> bool:
         """Do one piece of work of a stream that can go on, and return whether there was one."""
@@ -259,6 +351,18 @@ class LazyDevice:
 def pool_array(pool: Pool) -> Bytes:
     """Return a lazy device's pool in place, `[planes, slots, unit_bytes]`."""
     return _part(pool.memory, 0, pool.planes * pool.slots * pool.unit_bytes).reshape(pool.planes, pool.slots, pool.unit_bytes)
+
+
+class _Held:
+    """An array's memory together with what must live as long as somebody looks into it."""
+
+    def __init__(self, memory: object, owner: object) -> None:
+        self._kept = memory, owner
+        self.__array_interface__ = np.asarray(memory).__array_interface__
+
+
+def _mapped(descriptor: int, size: int) -> Bytes:
+    return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
 
 
 def _bytes(memory: Memory) -> Bytes:

@@ -207,7 +207,7 @@ def test_q4b_a_client_of_the_devices_memory_is_killed(cupy: Any, device: CudaDev
     stream = device.stream()
     stream.write(pattern, memory, 0)
     stream.record().wait()
-    handle = memory.handle().hex()
+    handle = device.export(memory).hex()
     exact = hashlib.sha256(pattern.tobytes()).hexdigest()
 
     with client() as said:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
 
-from tiercache.errors import InvalidTensor, StoreError
-from tiercache.kernels.device import Pool, rows_of
+from tiercache.errors import InvalidTensor, MemoryRefused, StoreError
+from tiercache.kernels.device import LEAST_EXPORT, Pool, rows_of
 from tiercache.kernels.host import Bytes, empty_bytes
 from tiercache.kernels.lazy import POISON, LazyDevice, LazyStream, pool_array
 
@@ -144,3 +145,69 @@ def test_what_does_not_fit_the_device_is_refused(seed: int) -> None:
         stream.scatter(memory, pool, [6], first=0, planes=1)
     with pytest.raises(InvalidTensor, match="planes 2 to 4"):
         stream.scatter(device.allocate(32), pool, [0], first=2, planes=2)
+
+
+def test_memory_is_opened_by_its_handle(seed: int) -> None:
+    """What another device opens is the same memory and outlives its owner; other memory, and handles to nothing, are refused."""
+    device, other = LazyDevice(seed), LazyDevice(seed + 1)
+    memory = device.allocate(LEAST_EXPORT)
+    handle = device.export(memory)
+    opened = other.open(handle, LEAST_EXPORT)
+    there = drawn(seed, LEAST_EXPORT)
+    stream = device.stream()
+    stream.write(there, memory, 0)
+    stream.record().wait()
+    assert opened.bytes.tobytes() == there.tobytes()
+    del memory
+    gc.collect()
+    assert device.allocated == 0 and opened.bytes.tobytes() == there.tobytes()
+
+    with pytest.raises(MemoryRefused):
+        other.open(handle, LEAST_EXPORT)
+    for small in (device.allocate(LEAST_EXPORT - 1), other.part(opened, 0, 64)):
+        with pytest.raises(InvalidTensor):
+            device.export(small)
+
+
+def test_borrowed_memory_is_in_place_and_held(seed: int) -> None:
+    """Parts, arrays and other libraries' memory are the same bytes, and keep their owner as long as somebody looks into them."""
+    device = LazyDevice(seed)
+    tensor = drawn(seed, 64)
+    borrowed = device.borrow(tensor.ctypes.data, 64, tensor)
+    part = device.part(borrowed, 16, 32)
+    found = device.array(part, 4, 8)
+    expected = tensor[16:48].copy()
+    watched = weakref.ref(tensor)
+    del tensor, borrowed, part
+    gc.collect()
+    assert watched() is not None and found.tobytes() == expected.tobytes()
+    found[:] = 1
+    held = watched()
+    assert held is not None and (held[16:48] == 1).all()
+    del found, held
+    gc.collect()
+    assert watched() is None
+
+    memory = device.allocate(16)
+    for at, size in ((8, 9), (-1, 4)):
+        with pytest.raises(InvalidTensor):
+            device.part(memory, at, size)
+    with pytest.raises(InvalidTensor):
+        device.array(memory, 17)
+
+
+def test_a_stream_that_is_adopted_is_one(seed: int) -> None:
+    """One pointer is one stream, in order with itself; what is only read can be pinned when that is said."""
+    device = LazyDevice(seed)
+    assert device.adopt(7) is device.adopt(7) and device.adopt(7) is not device.adopt(8)
+    memory = drawn(seed, 4096)
+    memory.flags.writeable = False
+    with pytest.raises(MemoryRefused):
+        device.register(memory)
+    device.register(memory, readonly=True)
+    device.unregister(memory)
+    event = device.event()
+    event.record(device.stream())
+    again = device.event(event.handle())
+    device.stream().wait(again)
+    again.wait()
