@@ -14,15 +14,17 @@ from tiercache.bench.__main__ import main
 from tiercache.bench.served import environment
 
 _CHILD = """
-from tiercache.bench import echo, served
-with served.Served(dram=1 << 22) as daemon, echo.serving() as path:
+import os, shutil, subprocess
+from tiercache.bench import echo, served, tied
+other = tied.command(shutil.which("tail"), "-f", "/dev/null")
+with served.Served(dram=1 << 22) as daemon, echo.serving() as path, subprocess.Popen(other, env=served.environment()):
     print(daemon.pid, flush=True)
     input()
 """
 
 
-def test_a_benchmark_that_is_killed_takes_its_daemon_and_its_echo_along() -> None:
-    """SIGKILL of the process that measures ends those that it started."""
+def test_a_benchmark_that_is_killed_takes_what_it_started_along() -> None:
+    """SIGKILL of the process that measures ends its daemon, its echo, and a peer's own server."""
     command = [sys.executable, "-P", "-c", _CHILD]
     child = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None
@@ -34,7 +36,7 @@ def test_a_benchmark_that_is_killed_takes_its_daemon_and_its_echo_along() -> Non
     child.kill()
     child.wait()
 
-    assert len(started) == 2
+    assert len(started) == 3
     for watch in watches:
         _until_ended(watch)
         os.close(watch)
