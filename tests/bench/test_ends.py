@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,36 @@ def test_a_benchmark_that_is_killed_takes_what_it_started_along() -> None:
     for watch in watches:
         _until_ended(watch)
         os.close(watch)
+    child.stdin.close()
+    child.stdout.close()
+
+
+_ENDED = """
+import sys
+from tiercache.bench import __main__ as bench
+class Waiting:
+    name, plots = "tree", ()
+    def measure(run):
+        print(run.folder, flush=True)
+        input()
+bench.load = lambda name: Waiting
+bench.main(["tree", "--directory", sys.argv[1]])
+"""
+
+
+def test_a_benchmark_that_is_told_to_end_leaves_nothing_in_the_folder(tmp_path: Path) -> None:
+    """SIGTERM in the middle of measuring."""
+    command = [sys.executable, "-P", "-c", _ENDED, str(tmp_path)]
+    child = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert Path(child.stdout.readline().strip()).parent == tmp_path
+
+    child.terminate()
+    status = child.wait()
+
+    assert status == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
     child.stdin.close()
     child.stdout.close()
 
