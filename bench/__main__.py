@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,10 +50,18 @@ def main(arguments: Sequence[str]) -> int:
     if options.out is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--out draws plots by matplotlib, which is not installed: pip install 'tiercache[bench]'")
     _require_folders(parser, options)
-    status = _all(options) if options.program == "all" else _one(options, arguments)
+    before = signal.signal(signal.SIGTERM, _end)  # as an interrupt does: in order, so that nothing stays in the folder
+    try:
+        status = _all(options) if options.program == "all" else _one(options, arguments)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if options.page is not None:
         write_page(options.page, options.out)
     return status
+
+
+def _end(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _require_folders(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -105,8 +114,18 @@ def _all(options: argparse.Namespace) -> int:
     for name in ("out", "directory"):
         value = getattr(options, name)
         shared += [f"--{name}", str(value)] if value is not None else []
-    statuses = [subprocess.run([sys.executable, "-m", "tiercache.bench", name, *shared], check=False).returncode for name in NAMES]
+    statuses = [_wait(subprocess.Popen([sys.executable, "-m", "tiercache.bench", name, *shared])) for name in NAMES]
     return next((status for status in statuses if status), 0)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Return the status of a program; when this process is to end, that one ends first, in order."""
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
 
 
 def write_page(path: Path, folder: Path, *, pictures: str | None = None) -> None:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tiercache.bench import tied
+from tiercache.bench.served import environment
 from tiercache.spec import KVSpec
 
 INTERPRETER = "TIERCACHE_PEER_LMCACHE"
@@ -59,11 +61,11 @@ def served(python: Path, spec: KVSpec, folder: Path, *, memory: int, disk: Path 
     """
     port, http = _free_port(), _free_port()
     name = f"tiercache-bench-{os.getpid()}-{port}"
-    command = [
+    command = tied.command(
         *(str(python.with_name("lmcache")), "server", "--host", "127.0.0.1", "--port", str(port), "--http-port", str(http)),
         *("--l1-size-gb", str(memory / (1 << 30)), "--no-l1-use-lazy", "--eviction-policy", "LRU", "--shm-name", name),
         *("--supported-transfer-mode", "auto", "--disable-observability"),
-    ]
+    )
     if disk is not None:
         disk.mkdir()
         command += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(disk)})]
@@ -90,7 +92,7 @@ def _engine(python: Path, spec: KVSpec, folder: Path, *, url: str | None, disk: 
     shape = {"layers": spec.layers, "heads": spec.kv_heads, "head_dim": spec.head_dim, "chunk": spec.block_size, "chunks": CHUNKS}
     said = {"shape": {**shape, "seed": SEED}, "url": url, "folder": str(disk) if disk else None, "memory": memory}
     # Without this file's folder on the path, where our modules have names that a library may look for.
-    command = [str(python), "-P", str(_ROOT / "lmcache_engine.py"), json.dumps(said)]
+    command = tied.command(str(python), "-P", str(_ROOT / "lmcache_engine.py"), json.dumps(said))
     pipe = subprocess.PIPE
     with (folder / "lmcache-engine.log").open("wb") as errors:
         process = subprocess.Popen(command, env=_environment(), stdin=pipe, stdout=pipe, stderr=errors, text=True)
@@ -105,8 +107,7 @@ def _engine(python: Path, spec: KVSpec, folder: Path, *, url: str | None, disk: 
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    return kept | {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return environment() | {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "1"}
 
 
 def end(process: subprocess.Popen[Any]) -> None:

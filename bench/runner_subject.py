@@ -18,6 +18,8 @@ from tiercache.spec import KVSpec, Namespace
 
 NEW = 32
 """Tokens that follow a prefix: the pass that a hit adds its time to."""
+VOCABULARY = 97
+"""Of a model with random weights."""
 
 
 class Numbers:
@@ -83,14 +85,23 @@ def _real() -> Subject:
 
 def _small() -> Subject:
     torch.set_num_threads(1)
+    model = random_llama(layers=4, hidden=256, intermediate=128, positions=1024)
+    return Subject("a model with random weights", model, Numbers(), Namespace(model="small", weights="seed 7"), spec_of(model))
+
+
+def random_llama(*, layers: int, hidden: int, intermediate: int, positions: int) -> Any:
+    """Return a Llama with random weights that are the same each time, and grouped heads.
+
+    Its logits lie apart, so that the likeliest token is one whatever adds up first.
+    """
     config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=256,
-        intermediate_size=128,
-        num_hidden_layers=4,
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=positions,
         initializer_range=0.5,  # the default leaves all logits close together
         eos_token_id=None,
         bos_token_id=None,
@@ -99,5 +110,4 @@ def _small() -> Subject:
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model: Any = LlamaForCausalLM(config)
-    model.eval()
-    return Subject("a model with random weights", model, Numbers(), Namespace(model="small", weights="seed 7"), spec_of(model))
+    return model.eval()

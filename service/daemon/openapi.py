@@ -29,6 +29,12 @@ _OPERATIONS = {
     ("post", "/v1/clear"): "Removes all blocks of some namespaces, or of all of them; with preview it says what that would be.",
     ("get", "/openapi.json"): "This document.",
 }
+_ANYWHERE = {
+    401: "On TCP: the bearer token is missing or wrong",
+    403: "On the socket: the daemon belongs to another user",
+    429: "Too many connections; the limit is in the text",
+}
+_WITH_A_BODY = {408: "The body did not come whole in time", 413: "The body is too long; the limit is in the text"}
 _PARAMETERS = {
     "/v1/tree": [
         {"name": "namespace", "in": "query", "schema": {"type": "string"}, "description": "How the digest begins."},
@@ -52,15 +58,23 @@ _CLEAR = {
 
 def _operation(path: str, verb: str, says: str) -> dict[str, Any]:
     content = _TEXT if path == "/metrics" else _JSON
-    found: dict[str, Any] = {"summary": says, "responses": {"200": {"description": "Done", "content": content}}}
+    responses = {"200": {"description": "Done", "content": content}} | {str(code): _refusal(code) for code in _ANYWHERE}
+    found: dict[str, Any] = {"summary": says, "responses": responses}
     if path in _PARAMETERS:
         found["parameters"] = _PARAMETERS[path]
     if path == "/v1/clear":
         found["requestBody"] = {"content": {"application/json": {"schema": _CLEAR}}}
+        responses |= {str(code): _refusal(code) for code in _WITH_A_BODY}
     if verb == "post" or path.startswith("/v1/"):
-        found["responses"]["400"] = {"description": "What was asked for can't be", "content": _JSON}
-        found["responses"]["503"] = {"description": "Not now", "content": _TEXT}
+        responses["400"] = {"description": "What was asked for can't be", "content": _JSON}
+        responses["503"] = {"description": "Not now", "content": _TEXT}
+    elif path == "/health":
+        responses["503"] = {"description": "It does not serve", "content": _JSON}
     return found
+
+
+def _refusal(code: int) -> dict[str, Any]:
+    return {"description": (_ANYWHERE | _WITH_A_BODY)[code], "content": _TEXT}
 
 
 def _page() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +15,17 @@ from tiercache.bench.__main__ import main
 from tiercache.bench.served import environment
 
 _CHILD = """
-from tiercache.bench import echo, served
-with served.Served(dram=1 << 22) as daemon, echo.serving() as path:
+import os, shutil, subprocess
+from tiercache.bench import echo, served, tied
+other = tied.command(shutil.which("tail"), "-f", "/dev/null")
+with served.Served(dram=1 << 22) as daemon, echo.serving() as path, subprocess.Popen(other, env=served.environment()):
     print(daemon.pid, flush=True)
     input()
 """
 
 
-def test_a_benchmark_that_is_killed_takes_its_daemon_and_its_echo_along() -> None:
-    """SIGKILL of the process that measures ends those that it started."""
+def test_a_benchmark_that_is_killed_takes_what_it_started_along() -> None:
+    """SIGKILL of the process that measures ends its daemon, its echo, and a peer's own server."""
     command = [sys.executable, "-P", "-c", _CHILD]
     child = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None
@@ -34,10 +37,40 @@ def test_a_benchmark_that_is_killed_takes_its_daemon_and_its_echo_along() -> Non
     child.kill()
     child.wait()
 
-    assert len(started) == 2
+    assert len(started) == 3
     for watch in watches:
         _until_ended(watch)
         os.close(watch)
+    child.stdin.close()
+    child.stdout.close()
+
+
+_ENDED = """
+import sys
+from tiercache.bench import __main__ as bench
+class Waiting:
+    name, plots = "tree", ()
+    def measure(run):
+        print(run.folder, flush=True)
+        input()
+bench.load = lambda name: Waiting
+bench.main(["tree", "--directory", sys.argv[1]])
+"""
+
+
+def test_a_benchmark_that_is_told_to_end_leaves_nothing_in_the_folder(tmp_path: Path) -> None:
+    """SIGTERM in the middle of measuring."""
+    command = [sys.executable, "-P", "-c", _ENDED, str(tmp_path)]
+    child = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert Path(child.stdout.readline().strip()).parent == tmp_path
+
+    child.terminate()
+    status = child.wait()
+
+    assert status == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
     child.stdin.close()
     child.stdout.close()
 

@@ -17,6 +17,7 @@ from tests.service.daemon.http import ask, get, post
 from tests.service.daemon.raw import daemon_of, fetched, names_in, session_at, stored, whole
 from tiercache.errors import InvalidConfig, StoreError
 from tiercache.service import wire
+from tiercache.service.daemon.admin import MOST_BODY
 from tiercache.service.daemon.daemon import Daemon
 from tiercache.service.daemon.logs import Lines, Words
 
@@ -152,6 +153,20 @@ async def test_the_openapi_document_names_every_route(folder: Path) -> None:
             for verb in verbs:
                 answer = await (get(daemon.path, path) if verb == "get" else post(daemon.path, path))
                 assert answer[0] == 200, path
+
+
+async def test_the_openapi_document_names_every_refusal(folder: Path) -> None:
+    """Who may not enter, who is one too many, and on the way in of a body what is too long or does not come."""
+    async with busy(folder) as daemon:
+        _, document = await get(daemon.path, "/openapi.json")
+        refused, _ = await post(daemon.path, "/v1/clear", b" " * (MOST_BODY + 1))
+
+    assert refused == 413
+    for path, verbs in document["paths"].items():
+        for verb, operation in verbs.items():
+            expected = {"401", "403", "429"} | ({"408", "413"} if path == "/v1/clear" else set())
+            expected |= {"400"} if verb == "post" or path.startswith("/v1/") else set()
+            assert set(operation["responses"]) - {"200", "503"} == expected, path
 
 
 async def test_what_is_not_there_is_404_and_a_session_wants_a_websocket(folder: Path) -> None:
