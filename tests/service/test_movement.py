@@ -54,7 +54,7 @@ async def test_pieces_of_one_copy_may_arrive_in_any_order(tmp_path: Path, seed: 
 async def test_a_promotion_that_waited_for_room_finds_its_blocks_elsewhere(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it was to bring from DRAM came up meanwhile, and what follows is on its way from SSD: nothing is read from there twice."""
+    """What it was to bring from DRAM came up meanwhile, and what follows is on its way from SSD: nothing comes from there twice."""
     rig, tokens = Rig(), prompt(seed, 4)
     async with opened_kv(small(hbm=8, dram=16, directory=tmp_path / "ssd"), rig) as (cache, kv):
         await store(kv, tokens)
