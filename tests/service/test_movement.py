@@ -54,7 +54,7 @@ async def test_pieces_of_one_copy_may_arrive_in_any_order(tmp_path: Path, seed: 
 async def test_a_promotion_that_waited_for_room_finds_its_blocks_elsewhere(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it was to bring from DRAM came up meanwhile, and what follows is on its way from SSD: no transfer breaks."""
+    """What it was to bring from DRAM came up meanwhile, and what follows is on its way from SSD: nothing comes from there twice."""
     rig, tokens = Rig(), prompt(seed, 4)
     async with opened_kv(small(hbm=8, dram=16, directory=tmp_path / "ssd"), rig) as (cache, kv):
         await store(kv, tokens)
@@ -87,6 +87,7 @@ async def test_a_promotion_that_waited_for_room_finds_its_blocks_elsewhere(
             assert await hit.ready() == 4 * SIZE and is_exact(await hit.gather(), tokens)
         await cache.settle()
         assert not stack.cache.stats.failures and placed(kv, tokens) == {Tier.HBM: 4}
+        assert (Tier.SSD, Tier.HBM) not in stack.cache.stats.copied
         await cache.check()
 
 
