@@ -187,8 +187,9 @@ class Hits:
         expected = self._subject.first_logits(new, room)
         alone = time.perf_counter() - began
         around = alone - sum(self._passes.take())
+        prompt = [*self._prefix(tokens, number), *new]
         began = time.perf_counter()
-        stream = runner.stream([*self._prefix(tokens, number), *new], max_new_tokens=1, stop_tokens=())
+        stream = runner.stream(prompt, max_new_tokens=1, stop_tokens=())
         await anext(stream)
         hit = time.perf_counter() - began
         [inside] = self._passes.take()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import os
 import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -89,9 +91,11 @@ class _Job(NamedTuple):
 class _Hand:
     """One thread, and what it does now."""
 
-    __slots__ = ("began", "job", "thread")
+    __slots__ = ("began", "job", "number", "thread")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
+        """Which of the lane's threads it is; who replaces it has the same."""
         self.job: _Job | None = None
         """What it has not answered yet: failed, should the thread die."""
         self.began: float | None = None
@@ -119,6 +123,10 @@ class ThreadWorkers:
     What a call raises belongs to who waits for it. What ends a thread (SystemExit and its like are not caught: the stack they
     come from is not to be trusted) fails the thread's call with WorkerDied, is counted, and another thread takes its place.
 
+    Threads that copy share the processors among them, none of which two of them run on. They wake together after a while of
+    doing nothing, and the kernel may then put both on one processor, where they stay for milliseconds: it takes an idle one of a
+    virtual machine for one that its host has taken away.
+
     Not `concurrent.futures`: its threads are joined when the interpreter ends, so that one stuck fsync would keep the process
     alive for ever.
     """
@@ -128,6 +136,8 @@ class ThreadWorkers:
         self._clock = clock or MonotonicClock()
         self._closed = False
         self._lock = threading.Lock()
+        # Here, where nothing is left out yet: a thread begins with the processors of who starts it, which may be one of ours.
+        self._processors = sorted(os.sched_getaffinity(0))
         self._crews = {lane: _Crew(lane, count) for lane, count in counts.items()}
         for crew in self._crews.values():
             with self._lock:
@@ -202,7 +212,7 @@ class ThreadWorkers:
             log.error("the lane %s is short of a thread: %s", crew.lane.value, error)
 
     def _hire(self, crew: _Crew) -> None:
-        hand = _Hand()
+        hand = _Hand(min(set(range(crew.count)) - {other.number for other in crew.hands}))
         name = f"{self._name}-{crew.lane.value}-{crew.made}"
         hand.thread = threading.Thread(target=self._live, args=(crew, hand), name=name, daemon=True)
         hand.thread.start()
@@ -211,9 +221,18 @@ class ThreadWorkers:
 
     def _live(self, crew: _Crew, hand: _Hand) -> None:
         try:
+            self._settle(crew, hand)
             self._serve(crew, hand)
         except BaseException as error:  # noqa: BLE001 - a thread ends here, whatever ended it
             self._bury(crew, hand, repr(error))
+
+    def _settle(self, crew: _Crew, hand: _Hand) -> None:
+        """Choose the processors of the calling thread."""
+        own = self._processors
+        if crew.lane is Lane.COPY and len(own) >= crew.count:
+            own = own[hand.number :: crew.count]
+        with suppress(OSError):  # what was allowed at the start may not be so any more; then it runs where it may
+            os.sched_setaffinity(0, own)
 
     def _serve(self, crew: _Crew, hand: _Hand) -> None:
         while (job := crew.jobs.get()) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -163,3 +164,36 @@ async def test_how_long_a_call_has_run_is_told_by_the_clock() -> None:
         second.release()
         await asyncio.wait(calls)
         assert (lane_of(workers).busy, lane_of(workers).longest) == (0, None)
+
+
+PROCESSORS = sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(len(PROCESSORS) < 2, reason="one processor")
+async def test_threads_that_copy_share_no_processor() -> None:
+    """Each has a part of them, all are used, and who replaces a dead one has its part, whoever starts it."""
+    with workers_of(2) as workers:
+        first = await affinities(workers, 2)
+        with pytest.raises(WorkerDied):
+            await workers.run(Lane.COPY, die, SystemExit())
+        second = await affinities(workers, 2)
+
+    assert first == second == [PROCESSORS[::2], PROCESSORS[1::2]]
+
+
+async def test_more_copying_threads_than_processors_run_anywhere() -> None:
+    """A part of nothing is none."""
+    count = len(PROCESSORS) + 1
+    with workers_of(count) as workers:
+        assert await affinities(workers, count) == [PROCESSORS] * count
+
+
+async def affinities(workers: ThreadWorkers, count: int) -> list[list[int]]:
+    """Return on which processors each of `count` copying threads may run."""
+    meeting = threading.Barrier(count, timeout=PATIENCE)
+
+    def tell() -> list[int]:
+        meeting.wait()
+        return sorted(os.sched_getaffinity(0))
+
+    return sorted(await asyncio.gather(*(workers.run(Lane.COPY, tell) for _ in range(count))))
