@@ -86,7 +86,7 @@ class Messages:
             if kind & _CONTROL and (size > _MOST_CONTROL or not first & _FINAL):
                 raise _broken(f"a control frame of {size} bytes, or in parts")
             if size + len(self._parts) > self._limit:
-                raise InvalidFrame(f"a message of more than {self._limit} bytes", code=TOO_BIG)
+                raise InvalidFrame(f"a message of {size + len(self._parts)} bytes; the limit is {self._limit}", code=TOO_BIG)
             if self._masked:
                 start += 4
             end = start + size
