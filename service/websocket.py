@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +21,8 @@ _NO_MASK = bytes(4)
 _MOST_CONTROL = 125
 
 
-class Message(NamedTuple):
-    """A whole message, or a control frame: its kind, `BINARY`, `TEXT`, `CLOSE`, `PING` or `PONG`, and what it says."""
-
-    kind: int
-    payload: bytes
+Message = tuple[int, bytes]
+"""A whole message, or a control frame: its kind, `BINARY`, `TEXT`, `CLOSE`, `PING` or `PONG`, and what it says."""
 
 
 class Messages:
@@ -97,9 +93,9 @@ class Messages:
                 payload = _unmasked(payload, bytes(buffer[start - 4 : start]))
             self._at = end
             if first == _FINAL | BINARY and not self._kind:
-                return Message(BINARY, payload)
+                return BINARY, payload
             if kind in (CLOSE, PING, PONG):
-                return Message(kind, payload)
+                return kind, payload
             whole = self._join(kind, payload, final=bool(first & _FINAL))
             if whole is not None:
                 return whole
@@ -112,7 +108,7 @@ class Messages:
         self._kind = kind or self._kind
         if not final:
             return None
-        whole = Message(self._kind, bytes(self._parts))
+        whole = self._kind, bytes(self._parts)
         self._parts.clear()
         self._kind = CONTINUED
         return whole

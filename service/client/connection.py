@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections import deque
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -51,12 +51,8 @@ class Listener(Protocol):
         ...
 
 
-class _Waiter(NamedTuple):
-    future: asyncio.Future[Any]
-    request: type[wire.Request]
-    heard: int
-    sent: float
-    due: float
+_Waiter = tuple[asyncio.Future[Any], type[wire.Request], int, float]
+"""Who waits, for the answer to what, how much had been heard when it was asked, and when the answer is due."""
 
 
 class Connection:
@@ -211,7 +207,7 @@ class Connection:
         sent = time.monotonic()
         due = sent + self.deadline + patience
         number = self._send(request, fields)
-        waiting[number] = _Waiter(future, request, self._heard, sent, due)
+        waiting[number] = future, request, self._heard, due
         if due < self._alarm_at:
             self._set_alarm(due, sent)
         try:
@@ -222,7 +218,8 @@ class Connection:
             raise
         if isinstance(answer, expected):
             if isinstance(answer, wire.Leased):
-                self._renewal.take(answer.lease, sent)
+                if not fields.get("in_place"):
+                    self._renewal.take(answer.lease, sent)
             elif isinstance(answer, wire.Reserved):
                 self._renewal.take(answer.reservation, sent)
             return answer
@@ -314,16 +311,15 @@ class Connection:
             self._set_alarm(now + _LAG, now)
             return
         following = math.inf
-        for waiter in list(self._waiting.values()):
-            if waiter.future.done():
+        for future, request, heard, due in list(self._waiting.values()):
+            if future.done():
                 continue
-            if waiter.due > now + _EARLY:
-                following = min(following, waiter.due)
+            if due > now + _EARLY:
+                following = min(following, due)
                 continue
             # Nothing at all was heard since: the next calls would only wait as long. The first thing that is heard ends that.
-            self._silent = waiter.heard == self._heard
-            name = waiter.request.__name__
-            waiter.future.set_result(self._counts.missed("slow", f"no reply to {name} within the deadline"))
+            self._silent = heard == self._heard
+            future.set_result(self._counts.missed("slow", f"no reply to {request.__name__} within the deadline"))
         if following < math.inf:
             self._set_alarm(following, now)
 
@@ -343,10 +339,11 @@ class Connection:
         number = frame.id  # type: ignore[union-attr]
         waiter = self._waiting.pop(number, None)
         if waiter is not None:
-            if waiter.future.done():
+            future = waiter[0]
+            if future.done():
                 self._undo(frame)
             else:
-                waiter.future.set_result(frame)
+                future.set_result(frame)
             return
         self._posted.discard(number)
         renewed = self._renewing.pop(number, None)
@@ -392,9 +389,9 @@ class Connection:
             self._alarm = None
         self._renewal.end()
         waiting, self._waiting = self._waiting, {}
-        for waiter in waiting.values():
-            if not waiter.future.done():
-                waiter.future.set_result(self._counts.missed("away", reason))
+        for future, *_ in waiting.values():
+            if not future.done():
+                future.set_result(self._counts.missed("away", reason))
         # Cleared, too: what ends a lease when its last tensor goes holds this connection, and must not hold that tensor's lease.
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():

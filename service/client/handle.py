@@ -25,6 +25,13 @@ R = TypeVar("R")
 _TIERS = frozenset(Tier.__members__)
 
 
+@dataclass(slots=True)
+class Habit:
+    """How hits are read: as the last one was, in place or not. A match says so ahead, which saves a frame of its own."""
+
+    in_place: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Handle:
     """One namespace in one session: its number there, and the tiers that are mapped, fastest first."""
@@ -34,6 +41,7 @@ class Handle:
     spec: KVSpec
     tiers: Sequence[Tier]
     arenas: Sequence[Arena]
+    habit: Habit = field(default_factory=Habit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,15 @@ class Claim:
     """
 
     def __init__(
-        self, house: House, spec: KVSpec, key: bytes, handle: Handle | None, leased: wire.Leased | None, sharing: Sharing
+        self,
+        house: House,
+        spec: KVSpec,
+        key: bytes,
+        handle: Handle | None,
+        leased: wire.Leased | None,
+        sharing: Sharing,
+        *,
+        in_place: bool = False,
     ) -> None:
         self.house = house
         self.spec = spec
@@ -117,7 +133,7 @@ class Claim:
         self.blocks = leased.blocks if leased is not None else 0
         self.sharing = sharing
         self.verified = 0
-        self.in_place = False
+        self.in_place = in_place
         self.gone: str | None = None
         """Why the lease ended without our doing."""
         self._lock: asyncio.Lock | None = None
@@ -246,8 +262,15 @@ class Claim:
         """Tell the daemon, before the first view. A lease that it may have taken for lost by then counts as lost."""
         if not self.in_place and self.handle is not None and self.lease is not None and self.gone is None:
             self.in_place = True
-            if not self.handle.connection.read_in_place(self.lease):
+            if self.handle.connection.read_in_place(self.lease):
+                self.handle.habit.in_place = True
+            else:
                 self.lost("it was not renewed in time")
+
+    def copied(self) -> None:
+        """Take note that it is not read in place."""
+        if self.handle is not None:
+            self.handle.habit.in_place = False
 
     def leave(self) -> None:
         """End the claim of one hit."""

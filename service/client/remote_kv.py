@@ -255,10 +255,11 @@ class RemoteKV:
             if isinstance(found, Miss):
                 return Claim(self._house, self._spec, key, None, None, sharing)
             handle = found
-        leased = await handle.connection.call(wire.Leased, wire.Match, key=key, kv=handle.number)
+        in_place = handle.habit.in_place
+        leased = await handle.connection.call(wire.Leased, wire.Match, key=key, kv=handle.number, in_place=in_place)
         if isinstance(leased, Miss):
             return Claim(self._house, self._spec, key, None, None, sharing)
-        return Claim(self._house, self._spec, key, handle, leased, sharing)
+        return Claim(self._house, self._spec, key, handle, leased, sharing, in_place=in_place)
 
     async def _take_part(self, number: int) -> Claim:
         handle = await self.open()
