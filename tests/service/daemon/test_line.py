@@ -91,7 +91,8 @@ async def test_frames_in_any_pieces_get_one_reply_each(folder: Path, seed: int) 
             line.writer.write(stream[at : at + size])
             await asyncio.sleep(0)
             at += size
-        replies, pongs = [], []
+        replies: list[int] = []
+        pongs: list[int] = []
         while len(replies) < 400:
             message = await line.message()
             assert message is not None
