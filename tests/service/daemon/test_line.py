@@ -57,7 +57,8 @@ async def plain(path: Path, sent: bytes = ASKED) -> AsyncIterator[tuple[Wire, by
     try:
         writer.write(sent)
         async with asyncio.timeout(PATIENCE):
-            yield Wire(reader, writer), await reader.readuntil(b"\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+        yield Wire(reader, writer), head
     finally:
         writer.close()
 
@@ -187,8 +188,8 @@ async def test_pings_that_nobody_reads_cost_nothing(folder: Path) -> None:
         line.writer.transport.pause_reading()  # type: ignore[attr-defined]
         [handler] = daemon._runners[0].server.connections  # type: ignore[union-attr]
         transport = handler.transport
-        for number in range(20_000):
-            line.writer.write(written(0x80 | PING, b"%0100d" % number, bytes(4)))
+        for number in range(6000):
+            line.writer.write(websocket.frame(PING, b"%0100d" % number, masked=True))
             if number % 100 == 0:
                 await line.writer.drain()
                 assert transport.get_write_buffer_size() < 128 * 1024  # type: ignore[union-attr]
@@ -198,4 +199,4 @@ async def test_pings_that_nobody_reads_cost_nothing(folder: Path) -> None:
         while (message := await line.message()) is not None and message[0] == PONG:
             last = int(message[1])
 
-        assert last == 19_999 and message is not None and wire.answers.decode(message[1]) == wire.Done(2)
+        assert last == 5999 and message is not None and wire.answers.decode(message[1]) == wire.Done(2)
