@@ -188,7 +188,7 @@ class Hit:
         places = self._places()
         integer(block, 0, len(places) - 1, "block")
         planes = self._desk.stack.reader.view(places[block])[layer * spec.parts : (layer + 1) * spec.parts]
-        return tuple(tensors.as_tensor(planes, spec, spec.block_size)[0])
+        return tensors.parts_of(planes, spec)
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 

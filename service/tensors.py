@@ -6,6 +6,7 @@ torch is the client's: it is loaded with the first tensor that is asked for, not
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import math
 from collections.abc import Sequence
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     import torch
 
 
+_PLAIN = {name: np.dtype(name) for name in ITEM_BYTES if hasattr(np, name)}
+"""The types that numpy has, too."""
+
+
+@functools.cache
 def _torch() -> Any:
     return importlib.import_module("torch")
 
@@ -138,6 +144,15 @@ def as_tensor(planes: Bytes, spec: KVSpec, tokens: int) -> torch.Tensor:
     lib = _torch()
     typed = lib.from_numpy(planes).view(getattr(lib, spec.dtype))
     return typed.unflatten(0, (-1, spec.parts)).unflatten(2, (tokens, spec.kv_heads, spec.head_dim))  # type: ignore[no-any-return]
+
+
+def parts_of(planes: Bytes, spec: KVSpec) -> tuple[torch.Tensor, ...]:
+    """Return one layer's bytes `[parts, tokens * token_bytes]` in place, a tensor `[tokens, kv_heads, head_dim]` for each part."""
+    lib, plain = _torch(), _PLAIN.get(spec.dtype)
+    # Shaped by numpy, whose views cost a fraction of torch's.
+    typed = planes.view(plain if plain is not None else f"i{ITEM_BYTES[spec.dtype]}")
+    parts = map(lib.from_numpy, typed.reshape(len(planes), -1, spec.kv_heads, spec.head_dim))
+    return tuple(parts if plain is not None else (part.view(getattr(lib, spec.dtype)) for part in parts))
 
 
 def _is_regular(tensor: torch.Tensor) -> bool:

@@ -70,12 +70,13 @@ class Match(_Request, frozen=True, tag="match"):
     """Takes a lease on the longest cached prefix and begins its promotion; the reply is `Leased`.
 
     The same `request` with the same prompt, while its lease is held, gives that lease again, counted once; each such reply wants
-    a Release of its own.
+    a Release of its own. `in_place` says at once what InPlace says.
     """
 
     kv: int
     prompt: Prompt
     request: str | None = None
+    in_place: bool = False
 
 
 class Ready(_Request, frozen=True, tag="ready"):
@@ -417,6 +418,7 @@ class Place(NamedTuple):
     checksum: int
 
 
+_PLACE_WORDS = 6
 _PLACE = np.dtype([("position", "<u4"), ("slot", "<u4"), ("generation", "<u4"), ("spare", "<u4"), ("checksum", "<u8")])
 _ONE_PLACE = struct.Struct("<IIIIQ")
 PLACE_BYTES = _PLACE.itemsize
@@ -440,6 +442,14 @@ def place_table(data: bytes) -> NDArray[np.void]:
     return np.frombuffer(data, _PLACE)
 
 
+def place_columns(data: bytes) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Return the tier positions and the slots that `data` packs, in place. Raises ValueError as `unpack_places` does."""
+    if len(data) % PLACE_BYTES:
+        raise ValueError(f"{len(data)} bytes are no number of places of {PLACE_BYTES} bytes")
+    words = np.frombuffer(data, "<u4")
+    return words[::_PLACE_WORDS], words[1::_PLACE_WORDS]
+
+
 def unpack_place(data: bytes, number: int) -> Place:
     """Return place number `number` of those that `data` packs."""
     position, slot, generation, _, checksum = _ONE_PLACE.unpack_from(data, number * PLACE_BYTES)
@@ -453,6 +463,9 @@ def unpack_places(data: bytes) -> list[Place]:
     return [Place(*row) for row in zip(*columns, strict=True)]
 
 
+_MAPS = (Open, Invalidate)
+
+
 class _Requests:
     """Decodes requests. Raises msgspec.MsgspecError, UnicodeDecodeError or RecursionError for what is none."""
 
@@ -464,13 +477,9 @@ class _Requests:
         """Return the request that `data` says."""
         frame = self._decoder.decode(data)
         # msgspec takes the last of two values of one key: what is opened or removed would be one of two that the frame names.
-        match frame:
-            case Open():
-                maps: tuple[dict[str, Any], ...] = (frame.namespace, frame.spec)
-            case Invalidate():
-                maps = (frame.fields,)
-            case _:
-                return frame
+        if not isinstance(frame, _MAPS):
+            return frame
+        maps: tuple[dict[str, Any], ...] = (frame.namespace, frame.spec) if isinstance(frame, Open) else (frame.fields,)
         said = self._parts.decode(data)[2:]
         if any(_pairs(one) > len(found) for one, found in zip(said, maps, strict=False)):
             raise msgspec.ValidationError("a key comes twice")

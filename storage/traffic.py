@@ -27,17 +27,23 @@ _FRUITLESS = 16
 """Rounds in a row without a slot more than before, after which draining ends."""
 
 
+_TOP = frozenset((0,))
+_SET = asyncio.Event()
+"""Of every promotion that was over before it began. Nobody waits for it, and nobody clears an event."""
+_SET.set()
+
+
 class Promotion:
     """The way of a lease's blocks up. `readable` is set when all that will be in memory is there, `done` when it is over."""
 
     __slots__ = ("done", "flights", "own", "readable", "reader")
 
-    def __init__(self, reader: Lease) -> None:
+    def __init__(self, reader: Lease, *, over: bool = False) -> None:
         self.reader = reader
         self.own: Lease | None = None
         """What it holds the blocks with that its reader no longer waits for (`Traffic.carry_on`)."""
-        self.readable = asyncio.Event()
-        self.done = asyncio.Event()
+        self.readable = _SET if over else asyncio.Event()
+        self.done = _SET if over else asyncio.Event()
         self.flights: list[Flight] = []
 
     @property
@@ -184,12 +190,11 @@ class Traffic:
 
     def promote(self, lease: Lease) -> Promotion:
         """Begin to bring a lease's blocks up, as far as there is room. The lease's end stops what has not begun."""
+        if self._closed or self._cache.tiers_of(lease).keys() <= _TOP:
+            return Promotion(lease, over=True)
         promotion = Promotion(lease)
-        if self._closed or all(position == 0 for position in self._cache.tiers_of(lease)):
-            self._over(promotion)
-        else:
-            self._spawn(self._lift_all(promotion), "promote")
-            self._spawn(self._watch(promotion), "watch")
+        self._spawn(self._lift_all(promotion), "promote")
+        self._spawn(self._watch(promotion), "watch")
         return promotion
 
     def carry_on(self, promotion: Promotion) -> None:

@@ -39,6 +39,8 @@ def pack_tokens(tokens: Any, *, limit: int) -> bytes:
 
     Raises InvalidTokens, naming what came in place of a sequence, or the position and the value of the first id that is none.
     """
+    if type(tokens) is np.ndarray:
+        return _pack_array(tokens, limit)
     if isinstance(tokens, (list, tuple)):
         _check_length(len(tokens), limit)
         return _pack_sequence(tokens)

@@ -163,7 +163,11 @@ def ancestry(node: Node) -> Iterator[Node]:
 
 def path(node: Node) -> list[Node]:
     """Return the nodes from the root's child down to `node`."""
-    nodes = list(ancestry(node))
+    nodes: list[Node] = []
+    current, parent = node, node.parent
+    while parent is not None:
+        nodes.append(current)
+        current, parent = parent, parent.parent
     nodes.reverse()
     return nodes
 

@@ -297,7 +297,7 @@ class Client:
 
     def connection(self) -> Connection | Miss:
         """Return the present session, or a counted miss."""
-        if self._connection is None or self._connection.ended.is_set():
+        if self._connection is None or self._connection.is_over:
             last = self._last or Miss("away", "there is no session")
             return self._counts.missed(last.reason, last.message)
         return self._connection

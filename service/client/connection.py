@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -33,7 +33,10 @@ _MOST_EARLY = 1024
 """Notices of leases whose match has not been told to who asked."""
 _LAG = 0.05
 """Seconds. A deadline that is noticed this late was missed by our own loop; what came meanwhile is read first."""
+_EARLY = 0.002
+"""Seconds that a timer of the loop may come too soon by."""
 _PROMPTS, _PROMPT_BYTES = 16, 16 << 20
+_NOTICES = frozenset((wire.Arrived, wire.Lost, wire.Draining))
 
 
 class Listener(Protocol):
@@ -48,11 +51,8 @@ class Listener(Protocol):
         ...
 
 
-class _Waiter(NamedTuple):
-    future: asyncio.Future[Any]
-    undo: Callable[[wire.Reply], None] | None
-    heard: int
-    sent: float
+_Waiter = tuple[asyncio.Future[Any], type[wire.Request], int, float]
+"""Who waits, for the answer to what, how much had been heard when it was asked, and when the answer is due."""
 
 
 class Connection:
@@ -69,6 +69,8 @@ class Connection:
         self._posted: set[int] = set()
         self._renewal = Renewal(self.renew)
         self._renewing: dict[int, float] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = math.inf  # by the monotonic clock: one timer for all deadlines
         self._most = _MOST_WAITING
         self._listeners: dict[int, Listener] = {}
         self._early: deque[wire.Arrived | wire.Lost] = deque(maxlen=_MOST_EARLY)
@@ -79,6 +81,8 @@ class Connection:
         self.prompts = Prompts(_PROMPTS, _PROMPT_BYTES)
         self.ended = asyncio.Event()
         """Set when the session is over, whoever ended it."""
+        self.is_over = False
+        """Whether it is."""
         self.reason = ""
         """Why it is over."""
 
@@ -152,6 +156,11 @@ class Connection:
             await self._channel.close()
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that it runs on."""
+        return self._loop
+
+    @property
     def welcome(self) -> wire.Welcome:
         """What the daemon said of itself."""
         assert self._welcome is not None, "`connect` gives no connection without it"
@@ -176,39 +185,43 @@ class Connection:
         *,
         key: bytes | None = None,
         patience: float = 0.0,
-        undo: Callable[[wire.Reply], None] | None = None,
         raises: tuple[type[TierCacheError], ...] = (),
         **fields: Any,
     ) -> R | Miss:
         """Send a request and return its reply, which is an `expected`, or why there is none.
 
         `key` is a packed prompt, of which what the daemon does not know goes along. `patience` is added to the deadline, for
-        what the daemon may wait for on purpose. `undo` is called with a reply that comes after the caller has gone or given up.
+        what the daemon may wait for on purpose. What a reply gives that comes after the caller has gone or given up goes back.
         What the daemon refuses by a name among `raises` is raised.
         """
-        if self.ended.is_set() or self._channel is None:
+        channel, waiting = self._channel, self._waiting
+        if self.is_over or channel is None:
             return self._counts.missed("away", self.reason)
         if self._silent:
             return self._counts.missed("slow", "the daemon has not answered since its last deadline")
-        if len(self._waiting) + len(self._posted) >= self._most or self._channel.queued > _MOST_QUEUED:
-            return self._counts.missed("busy", f"{len(self._waiting)} requests, {self._channel.queued} bytes are under way")
+        if len(waiting) + len(self._posted) >= self._most or channel.queued > _MOST_QUEUED:
+            return self._counts.missed("busy", f"{len(waiting)} requests, {channel.queued} bytes are under way")
         if key is not None:
             fields["prompt"] = self.prompts.say(key)
-        waiter = _Waiter(self._loop.create_future(), undo, self._heard, time.monotonic())
+        future = self._loop.create_future()
+        sent = time.monotonic()
+        due = sent + self.deadline + patience
         number = self._send(request, fields)
-        self._waiting[number] = waiter
-        due = self._loop.time() + self.deadline + patience
-        timer = self._loop.call_at(due, self._expire, waiter, due, request)
+        waiting[number] = future, request, self._heard, due
+        if due < self._alarm_at:
+            self._set_alarm(due, sent)
         try:
-            answer = await waiter.future
+            answer = await future
         except asyncio.CancelledError:
-            if waiter.future.done() and not waiter.future.cancelled():
-                self._undo(waiter, waiter.future.result())
+            if future.done() and not future.cancelled():
+                self._undo(future.result())
             raise
-        finally:
-            timer.cancel()
         if isinstance(answer, expected):
-            self._note(answer, waiter.sent)
+            if isinstance(answer, wire.Leased):
+                if not fields.get("in_place"):
+                    self._renewal.take(answer.lease, sent)
+            elif isinstance(answer, wire.Reserved):
+                self._renewal.take(answer.reservation, sent)
             return answer
         if isinstance(answer, Miss):
             return answer
@@ -218,24 +231,24 @@ class Connection:
                 raise kind(answer.message)
             if answer.kind == wire.UNKNOWN_BASE and key is not None and fields["prompt"].base is not None:
                 self.prompts.forget()
-                return await self.call(expected, request, key=key, patience=patience, undo=undo, raises=raises, **fields)
+                return await self.call(expected, request, key=key, patience=patience, raises=raises, **fields)
             return self._counts.missed(answer.kind, answer.message)
-        self._undo(waiter, answer)
+        self._undo(answer)
         return self._counts.missed("malformed", f"a {type(answer).__name__} is no answer to {request.__name__}")
 
     def post(self, request: type[wire.Request], **fields: Any) -> None:
         """Send a request whose answer nobody waits for."""
-        if not self.ended.is_set():
+        if not self.is_over:
             self._posted.add(self._send(request, fields))
 
     def listen(self, lease: int, listener: Listener) -> None:
         """Tell `listener` what becomes of a lease, also what came since the lease began."""
         self._listeners[lease] = listener
-        early = [notice for notice in self._early if notice.lease == lease]
-        for notice in early:
-            self._early.remove(notice)
-            self._notify(listener, notice)
-        if self.ended.is_set():
+        if self._early:
+            for notice in [notice for notice in self._early if notice.lease == lease]:
+                self._early.remove(notice)
+                self._notify(listener, notice)
+        if self.is_over:
             listener.lost(self.reason)
 
     def take_part(self, lease: int, asked: float) -> None:
@@ -269,7 +282,7 @@ class Connection:
 
     def renew(self) -> None:
         """Let all leases and reservations stand for another term, from now on."""
-        if not self.ended.is_set():
+        if not self.is_over:
             sent = time.monotonic()  # before it is: this process may be stopped in between
             number = self._send(wire.Renew, {})
             self._posted.add(number)
@@ -284,16 +297,31 @@ class Connection:
         self._channel.send(wire.encoder.encode(request(id=number, **fields)))
         return number
 
-    def _expire(self, waiter: _Waiter, due: float, request: type[wire.Request]) -> None:
-        if waiter.future.done():
+    def _set_alarm(self, due: float, now: float) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at = due
+        self._alarm = self._loop.call_later(due - now, self._ring)
+
+    def _ring(self) -> None:
+        """Give up what is due, and be called again for what is due next."""
+        now, late = time.monotonic(), time.monotonic() - self._alarm_at > _LAG
+        self._alarm, self._alarm_at = None, math.inf
+        if late:
+            self._set_alarm(now + _LAG, now)
             return
-        now = self._loop.time()
-        if now - due > _LAG:
-            self._loop.call_at(now + _LAG, self._expire, waiter, now + _LAG, request)
-            return
-        # Nothing at all was heard since: the next calls would only wait as long. The first thing that is heard ends that.
-        self._silent = waiter.heard == self._heard
-        waiter.future.set_result(self._counts.missed("slow", f"no reply to {request.__name__} within the deadline"))
+        following = math.inf
+        for future, request, heard, due in list(self._waiting.values()):
+            if future.done():
+                continue
+            if due > now + _EARLY:
+                following = min(following, due)
+                continue
+            # Nothing at all was heard since: the next calls would only wait as long. The first thing that is heard ends that.
+            self._silent = heard == self._heard
+            future.set_result(self._counts.missed("slow", f"no reply to {request.__name__} within the deadline"))
+        if following < math.inf:
+            self._set_alarm(following, now)
 
     def _take(self, message: bytes) -> None:
         self._heard += 1
@@ -305,36 +333,36 @@ class Connection:
             self._counts.missed("malformed", str(error))
             self.end(f"a frame that can't be read: {error}")
             return
-        if isinstance(frame, wire.Arrived | wire.Lost):
-            if isinstance(frame, wire.Lost):
-                self._renewal.drop(frame.lease)
-                self._counts.missed("lost", frame.reason)
-            listener = self._listeners.get(frame.lease)
-            if listener is None:
-                self._early.append(frame)
+        if type(frame) in _NOTICES:
+            self._take_notice(frame)  # type: ignore[arg-type]
+            return
+        number = frame.id  # type: ignore[union-attr]
+        waiter = self._waiting.pop(number, None)
+        if waiter is not None:
+            future = waiter[0]
+            if future.done():
+                self._undo(frame)
             else:
-                self._notify(listener, frame)
-        elif not isinstance(frame, wire.Draining):
-            waiter = self._waiting.pop(frame.id, None)
-            self._posted.discard(frame.id)
-            renewed = self._renewing.pop(frame.id, None)
-            if renewed is not None and isinstance(frame, wire.Done):
-                self._renewal.heard(renewed)
-            if waiter is None:
-                if isinstance(frame, wire.Failed):
-                    self._counts.missed(frame.kind, frame.message)
-            elif waiter.future.done():
-                self._undo(waiter, frame)
-            else:
-                waiter.future.set_result(frame)
+                future.set_result(frame)
+            return
+        self._posted.discard(number)
+        renewed = self._renewing.pop(number, None)
+        if renewed is not None and isinstance(frame, wire.Done):
+            self._renewal.heard(renewed)
+        if isinstance(frame, wire.Failed):
+            self._counts.missed(frame.kind, frame.message)
 
-    def _note(self, answer: Any, sent: float) -> None:
-        """Keep what a reply gave, as long as it is held."""
-        match answer:
-            case wire.Leased():
-                self._renewal.take(answer.lease, sent)
-            case wire.Reserved():
-                self._renewal.take(answer.reservation, sent)
+    def _take_notice(self, notice: wire.Notice) -> None:
+        if isinstance(notice, wire.Draining):
+            return
+        if isinstance(notice, wire.Lost):
+            self._renewal.drop(notice.lease)
+            self._counts.missed("lost", notice.reason)
+        listener = self._listeners.get(notice.lease)
+        if listener is None:
+            self._early.append(notice)
+        else:
+            self._notify(listener, notice)
 
     @staticmethod
     def _notify(listener: Listener, notice: wire.Arrived | wire.Lost) -> None:
@@ -343,21 +371,27 @@ class Connection:
         else:
             listener.lost(notice.reason)
 
-    @staticmethod
-    def _undo(waiter: _Waiter, answer: Any) -> None:
-        if waiter.undo is not None and not isinstance(answer, wire.Failed | Miss):
-            waiter.undo(answer)
+    def _undo(self, answer: Any) -> None:
+        """Give back what a reply gave that nobody waits for."""
+        if isinstance(answer, wire.Leased):
+            self.release(answer.lease)
+        elif isinstance(answer, wire.Reserved):
+            self.close_reservation(answer.reservation)
 
     def _end(self, reason: str) -> None:
-        if self.ended.is_set():
+        if self.is_over:
             return
+        self.is_over = True
         self.ended.set()
         self.reason = reason
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
         self._renewal.end()
         waiting, self._waiting = self._waiting, {}
-        for waiter in waiting.values():
-            if not waiter.future.done():
-                waiter.future.set_result(self._counts.missed("away", reason))
+        for future, *_ in waiting.values():
+            if not future.done():
+                future.set_result(self._counts.missed("away", reason))
         # Cleared, too: what ends a lease when its last tensor goes holds this connection, and must not hold that tensor's lease.
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():

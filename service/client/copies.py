@@ -14,7 +14,7 @@ import numpy as np
 
 from tiercache.kernels.host import Bytes, copy_run, scatter_tokens
 from tiercache.service.client.mapping import Arena
-from tiercache.service.wire import Place, place_table
+from tiercache.service.wire import Place, place_columns
 from tiercache.storage.checksum import checksum
 from tiercache.storage.layouts import runs
 
@@ -31,10 +31,9 @@ def is_there(arenas: Sequence[Arena], place: Place) -> bool:
 
 def require_places(arenas: Sequence[Arena], packed: bytes) -> None:
     """Raise ValueError unless `packed` are places in what is mapped."""
-    table = place_table(packed)
-    if not len(table):
+    positions, slots = place_columns(packed)
+    if not len(slots):
         return
-    positions, slots = table["position"], table["slot"]
     highest = int(np.maximum.reduce(positions))
     if highest < len(arenas):
         if np.maximum.reduce(slots) < min(arena.capacity for arena in arenas[: highest + 1]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -26,6 +25,13 @@ R = TypeVar("R")
 _TIERS = frozenset(Tier.__members__)
 
 
+@dataclass(slots=True)
+class Habit:
+    """How hits are read: as the last one was, in place or not. A match says so ahead, which saves a frame of its own."""
+
+    in_place: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Handle:
     """One namespace in one session: its number there, and the tiers that are mapped, fastest first."""
@@ -35,6 +41,7 @@ class Handle:
     spec: KVSpec
     tiers: Sequence[Tier]
     arenas: Sequence[Arena]
+    habit: Habit = field(default_factory=Habit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,14 @@ class Sessions(Protocol):
 class Grip:
     """Held by the hits of a claim and by every tensor that was handed out in place; the lease ends with the last of them."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("_end",)
+
+    def __init__(self, end: _End | None) -> None:
+        self._end = end
+
+    def __del__(self) -> None:
+        if self._end is not None:
+            self._end()
 
 
 @dataclass(slots=True)
@@ -101,7 +115,15 @@ class Claim:
     """
 
     def __init__(
-        self, house: House, spec: KVSpec, key: bytes, handle: Handle | None, leased: wire.Leased | None, sharing: Sharing
+        self,
+        house: House,
+        spec: KVSpec,
+        key: bytes,
+        handle: Handle | None,
+        leased: wire.Leased | None,
+        sharing: Sharing,
+        *,
+        in_place: bool = False,
     ) -> None:
         self.house = house
         self.spec = spec
@@ -109,30 +131,29 @@ class Claim:
         self.handle = handle
         self.lease = leased.lease if leased is not None else None
         self.blocks = leased.blocks if leased is not None else 0
-        self.tiers: Mapping[Tier, int] = _tiers(leased.tiers, spec) if leased is not None else {}
         self.sharing = sharing
         self.verified = 0
-        self.in_place = False
+        self.in_place = in_place
         self.gone: str | None = None
         """Why the lease ended without our doing."""
-        self.grip: Grip | None = Grip()
         self._lock: asyncio.Lock | None = None
         self._waiting: asyncio.Lock | None = None
         self._complete = leased is None
         """Whether the daemon has said all that it will."""
+        self._leased = leased
         self._packed = b""
+        self._doubtful = False  # the places have not been looked at yet: not before somebody reads
         self._places: Sequence[wire.Place] | None = None
         self._layers: list[asyncio.Event] = []
         self._end: _End | None = None
         if leased is not None and handle is not None:
             if leased.places is not None:
-                self._keep(leased.places)
-                self._complete = True
+                self._packed, self._doubtful, self._complete = leased.places, True, True
             if leased.lifting:
                 self._layers = [asyncio.Event() for _ in range(spec.layers)]
             self._end = _End(handle.connection, leased.lease, house.pid)
-            weakref.finalize(self.grip, self._end).atexit = False
             handle.connection.listen(leased.lease, self)
+        self.grip: Grip | None = Grip(self._end)
 
     # --- what the daemon says ---------------------------------------------------------------------------------------------
 
@@ -155,8 +176,15 @@ class Claim:
         return self.handle.arenas if self.handle is not None else ()
 
     @property
+    def tiers(self) -> Mapping[Tier, int]:
+        """Where the tokens were found at match, by tier, the fastest first."""
+        return _tiers(self._leased.tiers, self.spec) if self._leased is not None else {}
+
+    @property
     def places(self) -> Sequence[wire.Place]:
         """Where the blocks lie that are known to be readable."""
+        if self._doubtful:
+            self._look()
         if self._places is None:  # not before somebody reads: a long prompt has thousands
             self._places = wire.unpack_places(self._packed)
         return self._places
@@ -170,11 +198,15 @@ class Claim:
 
     def place(self, block: int) -> wire.Place:
         """Return where one of them lies."""
+        if self._doubtful:
+            self._look()
         return wire.unpack_place(self._packed, block)
 
     @property
     def readable(self) -> int:
         """How many these are."""
+        if self._doubtful:
+            self._look()
         return len(self._packed) // wire.PLACE_BYTES
 
     async def settled(self, policy: PrefetchPolicy) -> None:
@@ -230,8 +262,15 @@ class Claim:
         """Tell the daemon, before the first view. A lease that it may have taken for lost by then counts as lost."""
         if not self.in_place and self.handle is not None and self.lease is not None and self.gone is None:
             self.in_place = True
-            if not self.handle.connection.read_in_place(self.lease):
+            if self.handle.connection.read_in_place(self.lease):
+                self.handle.habit.in_place = True
+            else:
                 self.lost("it was not renewed in time")
+
+    def copied(self) -> None:
+        """Take note that it is not read in place."""
+        if self.handle is not None:
+            self.handle.habit.in_place = False
 
     def leave(self) -> None:
         """End the claim of one hit."""
@@ -243,14 +282,22 @@ class Claim:
             if self._end is not None:
                 self._end.direct = None
 
-    def _keep(self, packed: bytes) -> None:
+    def _look(self) -> None:
+        """Take no place that can't be."""
+        self._doubtful = False
+        if not self._keep(self._packed):
+            self._packed = b""
+
+    def _keep(self, packed: bytes) -> bool:
+        """Take places, if all of them can be; return whether they can."""
         try:
             copies.require_places(self.arenas, packed)
         except ValueError as error:
             self.house.counts.missed("malformed", str(error))
-            return
+            return False
         most = self.blocks * wire.PLACE_BYTES
         self._packed, self._places = packed if len(packed) <= most else packed[:most], None
+        return True
 
 
 def _tiers(found: Mapping[str, int], spec: KVSpec) -> Mapping[Tier, int]:
@@ -269,7 +316,6 @@ class _End:
         self._connection = connection
         self._lease = lease
         self._pid = pid
-        self._loop = asyncio.get_running_loop()
         self.direct: int | None = None
         """The thread that is in `Claim.leave` now."""
 
@@ -281,6 +327,6 @@ class _End:
             self._connection.release(self._lease)
             return
         try:
-            self._loop.call_soon_threadsafe(self._connection.release, self._lease)
+            self._connection.loop.call_soon_threadsafe(self._connection.release, self._lease)
         except RuntimeError:
             pass  # the loop is gone, and with it the session

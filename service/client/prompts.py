@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import numpy as np
+
 from tiercache.keys import TOKEN_BYTES
 from tiercache.service.wire import Prompt
 
+_IDS = np.dtype("<u4")
 _WORTH = 256
 """Bytes; a shorter common beginning is sent again: it costs less than looking for it."""
 
@@ -47,15 +50,15 @@ class Prompts:
         self._bytes = 0
 
     def _longest(self, key: bytes) -> tuple[int | None, int]:
-        found, most = None, _WORTH - 1
+        found, most, following = None, _WORTH - 1, b""
         for number, known in reversed(self._known.items()):
             # Most prompts of a chat part from this one at the same place: a look at the token after the longest beginning
             # found so far tells all that have no longer one.
-            if found is not None and known[most : most + TOKEN_BYTES] != key[most : most + TOKEN_BYTES]:
+            if found is not None and known[most : most + TOKEN_BYTES] != following:
                 continue
             shared = _common(known, key)
             if shared > most:
-                found, most = number, shared
+                found, most, following = number, shared, key[shared : shared + TOKEN_BYTES]
                 if shared == len(key):
                     break
         return found, most if found is not None else 0
@@ -69,11 +72,5 @@ def _common(left: bytes, right: bytes) -> int:
         return 0
     if right.startswith(left):
         return len(left)
-    low, high = _WORTH, len(left)  # the first `low` bytes are equal, the first `high` are not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low - low % TOKEN_BYTES  # two ids that differ may begin with the same bytes
+    differ = np.frombuffer(left, _IDS) != np.frombuffer(right, _IDS, len(left) // TOKEN_BYTES)
+    return int(differ.argmax()) * TOKEN_BYTES  # `left` is not how `right` begins, so some id differs

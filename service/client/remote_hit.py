@@ -80,7 +80,7 @@ class RemoteHit:
     def _held(self) -> Claim:
         """Return the claim if the daemon still holds the lease, or there never was one."""
         claim = self._live()
-        if claim.handle is not None and claim.handle.connection.ended.is_set():
+        if claim.handle is not None and claim.handle.connection.is_over:
             raise StaleHandle(f"the daemon that gave this lease is gone: {claim.handle.connection.reason}")
         return claim
 
@@ -160,6 +160,7 @@ class RemoteHit:
         self._held()
         await self.ready()
         claim = self._held()
+        claim.copied()
         places = self._places(claim) if claim.gone is None else ()
         tokens = len(places) * spec.block_size
         out = tensors.empty(spec, tokens) if out is None else tensors.require_out(out, spec, tokens)
@@ -185,6 +186,7 @@ class RemoteHit:
         self._require_layer(layer)
         places = await self._checked()
         claim = self._held()
+        claim.copied()
         if not self._gave_up:
             await claim.arrival(layer)
             claim = self._held()
@@ -222,7 +224,7 @@ class RemoteHit:
         planes = arena.in_place(place.slot, layer * spec.parts, (layer + 1) * spec.parts, grip)
         if claim.gone is not None or not copies.is_there(claim.arenas, place):
             raise self._lost(claim)
-        return tuple(tensors.as_tensor(planes, spec, spec.block_size)[0])
+        return tensors.parts_of(planes, spec)
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from tiercache.checks import hashable, integer, seconds
@@ -70,13 +71,10 @@ class RemoteKV:
         """
         policy = self._sessions.policy if prefetch is None else PrefetchPolicy.of(prefetch)
         key = self._key(tokens)
+        if request is None:
+            return RemoteHit(self._house, self._spec, policy, partial(self._match, key, Sharing()))
         hashable(request, "request")
-
-        async def make() -> Claim:
-            self._sessions.require_open()
-            return await (self._match(key, Sharing()) if request is None else self._match_named(key, request))
-
-        return RemoteHit(self._house, self._spec, policy, make)
+        return RemoteHit(self._house, self._spec, policy, partial(self._match_named, key, request))
 
     async def prefetch(self, tokens: Any) -> int:
         """Bring the cached prefix up as far as there is room; return how many leading tokens are in memory then."""
@@ -250,19 +248,18 @@ class RemoteKV:
     # --- inside: claims ---------------------------------------------------------------------------------------------------
 
     async def _match(self, key: bytes, sharing: Sharing) -> Claim:
-        handle = await self.open()
-        if isinstance(handle, Miss):
-            return Claim(self._house, self._spec, key, None, None, sharing)
-        connection = handle.connection
-
-        def undo(reply: wire.Reply) -> None:
-            if isinstance(reply, wire.Leased):
-                connection.release(reply.lease)
-
-        leased = await connection.call(wire.Leased, wire.Match, key=key, undo=undo, kv=handle.number)
+        self._sessions.require_open()
+        handle = self._handle
+        if handle is None or handle.connection.is_over:
+            found = await self.open()
+            if isinstance(found, Miss):
+                return Claim(self._house, self._spec, key, None, None, sharing)
+            handle = found
+        in_place = handle.habit.in_place
+        leased = await handle.connection.call(wire.Leased, wire.Match, key=key, kv=handle.number, in_place=in_place)
         if isinstance(leased, Miss):
             return Claim(self._house, self._spec, key, None, None, sharing)
-        return Claim(self._house, self._spec, key, handle, leased, sharing)
+        return Claim(self._house, self._spec, key, handle, leased, sharing, in_place=in_place)
 
     async def _take_part(self, number: int) -> Claim:
         handle = await self.open()
@@ -277,6 +274,7 @@ class RemoteKV:
 
     async def _match_named(self, key: bytes, request: Any) -> Claim:
         """Return the claim under a name: the one that is held, if it is of the same prompt."""
+        self._sessions.require_open()
         named = self._named.get(request)
         if named is not None and named.key == key and named.sharing.users and not _is_gone(named.making):
             named.sharing.users += 1
@@ -298,18 +296,11 @@ class RemoteKV:
         if isinstance(handle, Miss):
             return Reserved(self._house, None, None)
         self._require_tier(tier)
-        connection = handle.connection
-
-        def undo(reply: wire.Reply) -> None:
-            if isinstance(reply, wire.Reserved):
-                connection.close_reservation(reply.reservation)
-
-        reply = await connection.call(
+        reply = await handle.connection.call(
             wire.Reserved,
             wire.Reserve,
             key=key,
             patience=_PENDING_SECONDS,
-            undo=undo,
             kv=handle.number,
             after=after,
             tier=None if tier is None else tier.name,

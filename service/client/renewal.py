@@ -27,7 +27,8 @@ class Renewal:
     def take(self, number: int, sent: float) -> None:
         """Note a lease or a reservation that was asked for at `sent`."""
         self._held.setdefault(number, sent)
-        self._arrange()
+        if self._timer is None:
+            self._arrange()
 
     def drop(self, number: int) -> None:
         """Note that one has not to be renewed any more."""
@@ -52,7 +53,7 @@ class Renewal:
             self._timer = None
 
     def _arrange(self) -> None:
-        if self._timer is None and self.term:
+        if self.term:
             self._timer = self._loop.call_later(self.term / 3, self._tick)
 
     def _tick(self) -> None:

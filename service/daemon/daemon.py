@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
-from aiohttp import WSMsgType, web
+from aiohttp import web
 
 from tiercache.config import Config
 from tiercache.service import wire
@@ -22,6 +22,7 @@ from tiercache.service.daemon.connections import Refusing, require_descriptors
 from tiercache.service.daemon.descriptors import Descriptors
 from tiercache.service.daemon.heartbeat import Heartbeat
 from tiercache.service.daemon.house import House
+from tiercache.service.daemon.line import Line
 from tiercache.service.daemon.notify import notify
 from tiercache.service.daemon.outbox import Outbox
 from tiercache.service.daemon.peers import Watch, connection_of, peer_of, pidfd_of
@@ -202,95 +203,40 @@ class Daemon:
         watch = Watch(pidfd, grace=_GRACE)
         task = asyncio.current_task()
         assert task is not None
-        ws = web.WebSocketResponse(max_msg_size=self.house.most_frame, compress=False, timeout=1.0)
         try:
-            await ws.prepare(request)
+            line, answer = await Line.upgrade(request, transport, limit=self.house.most_frame)
         except BaseException:
             watch.close()
             raise
 
-        line, limits = _Line(self.house, ws, transport), self.config.limits
+        limits, counts = self.config.limits, self.house.counts
         outbox = Outbox(line, self.house.terms, most=parse_size(limits.queued_bytes), seconds=limits.write_seconds)
-        session = line.session = Session(self.house, watch, outbox, pid=peer.pid)
+        session = Session(self.house, watch, outbox, pid=peer.pid)
+        line.on_overrun, line.on_stall = counts.note_overrun, counts.note_stall
         log.info("session begun", extra={"session": session.number, "pid": peer.pid})
         self._handling.add(task)
         why = "closed"
+        patience = asyncio.get_running_loop().call_later(limits.idle_seconds, self._require_hello, session, line)
         try:
-            why = await self._converse(session, ws)
-        except ConnectionError:
-            why = "gone"
+            line.begin(session, outbox)
+            why = await line.over()
         except asyncio.CancelledError:
             if not self.house.draining:
                 raise
             why = "draining"
         finally:
+            patience.cancel()
+            line.finish(why)
             self._handling.discard(task)
             # Half an end would hold its leases for ever: whoever cancels this handler, the end is waited for.
             await self._ending.outlast(session.end())
             log.info("session ended", extra={"session": session.number, "why": session.quit or why})
-        if not transport.is_closing():
-            with contextlib.suppress(ConnectionError):
-                await ws.close(code=1001 if why == "draining" else 1000)
-        return ws
+        await line.close(going_away=why == "draining")
+        return answer
 
-    async def _converse(self, session: Session, ws: web.WebSocketResponse) -> str:
-        """Take the session's frames until it ends; return why it did."""
-        idle = self.config.limits.idle_seconds
-        try:
-            async with asyncio.timeout(idle) as patience:
-                return await self._take_frames(session, ws, patience)
-        except TimeoutError:
-            return f"no hello within {idle:g} s"
-
-    async def _take_frames(self, session: Session, ws: web.WebSocketResponse, patience: asyncio.Timeout) -> str:
-        greeted = False
-        while session.quit is None:
-            if not greeted and self.house.session(session.token) is session:
-                greeted = True
-                patience.reschedule(None)
-            message = await ws.receive()
-            if message.type is WSMsgType.BINARY:
-                await session.receive(message.data)
-            elif message.type is WSMsgType.TEXT:
-                await session.receive(b"")
-            elif message.type is WSMsgType.ERROR:
-                return f"a frame that can't be taken: {message.data}"
-            else:
-                return "closed"
-        return session.quit
-
-
-class _Line:
-    """A session's WebSocket, as its outbox sees it."""
-
-    def __init__(self, house: House, ws: web.WebSocketResponse, transport: asyncio.Transport) -> None:
-        self._house = house
-        self._ws = ws
-        self._transport = transport
-        self.session: Session | None = None
-
-    async def write(self, message: bytes) -> None:
-        """Write one message; wait while the connection is full."""
-        await self._ws.send_bytes(message)
-
-    def pressed(self) -> int:
-        """Return how many bytes the connection holds."""
-        return self._transport.get_write_buffer_size()
-
-    def overrun(self) -> None:
-        """End the session: too much waits."""
-        self._house.counts.overrun += 1
-        self._abort("it does not read")
-
-    def stalled(self) -> None:
-        """End the session: a reply has waited too long."""
-        self._house.counts.stalled += 1
-        self._abort("it has not read for too long")
-
-    def _abort(self, why: str) -> None:
-        if self.session is not None:
-            self.session.quit = why
-        self._transport.abort()
+    def _require_hello(self, session: Session, line: Line) -> None:
+        if not session.greeted:
+            line.finish(f"no hello within {self.config.limits.idle_seconds:g} s")
 
 
 @contextlib.asynccontextmanager

@@ -70,7 +70,9 @@ class Holdings:
 
     def require_lease(self) -> None:
         """Raise LimitReached when there are as many leases and pins as there may be."""
-        count = len(self._leases) + sum(desk.pins for desk in self._desks)
+        count = len(self._leases)
+        for desk in self._desks:
+            count += desk.pins
         if count >= self._limits.leases:
             raise LimitReached(f"this session has {count} leases and pins; the limit is {self._limits.leases}")
 

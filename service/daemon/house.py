@@ -42,6 +42,14 @@ class Counts:
     lost: Counter[str] = field(default_factory=Counter)
     """Claims that ended because they were not renewed: `lease` or `reservation`."""
 
+    def note_overrun(self) -> None:
+        """Count a session that was ended because too much waited."""
+        self.overrun += 1
+
+    def note_stall(self) -> None:
+        """Count a session that was ended because a reply waited too long."""
+        self.stalled += 1
+
 
 class House:
     """What sessions know of the daemon. `descriptors` is the path of the socket that hands descriptors out."""

@@ -45,8 +45,8 @@ class Prompts:
         count = (len(head) + len(prompt.tail)) // TOKEN_BYTES
         if count > self._most:
             raise InvalidTokens(f"{count} token ids; the limit is {self._most}", value=count, limit=self._most)
-        ids = np.frombuffer(prompt.tail, _IDS)
-        if len(ids) and np.minimum.reduce(ids) < 0:
+        if not prompt.tail[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():  # a highest byte with its highest bit
+            ids = np.frombuffer(prompt.tail, _IDS)
             place = len(head) // TOKEN_BYTES + int(np.argmax(ids < 0))
             raise InvalidTokens(f"the token id at position {place} is above {MAX_TOKEN}", position=place)
         whole = head + prompt.tail if prompt.tail else head

@@ -59,7 +59,10 @@ def match(session: Session, frame: wire.Match, desk: Desk, key: bytes) -> wire.R
     """Take a lease."""
     session.holdings.require_lease()
     claim = desk.match(key, frame.request)
-    held = session.holdings.holder(claim) if claim.users > 1 else session.holdings.hold(session.house.number(), desk, claim)
+    holdings = session.holdings
+    held = holdings.holder(claim) if claim.users > 1 else holdings.hold(session.house.number(), desk, claim)
+    if frame.in_place:
+        holdings.read_in_place(held.number)
     places = held.places()
     readable = len(places) == claim.lease.blocks * wire.PLACE_BYTES
     lifting = not readable and not claim.promotion.readable.is_set()
@@ -69,7 +72,7 @@ def match(session: Session, frame: wire.Match, desk: Desk, key: bytes) -> wire.R
         id=frame.id,
         lease=held.number,
         blocks=claim.lease.blocks,
-        tiers={str(tier): blocks for tier, blocks in claim.tiers.items()},
+        tiers={tier.name: blocks for tier, blocks in claim.tiers.items()},
         lifting=lifting,
         places=places if readable else None,
     )

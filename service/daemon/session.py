@@ -58,11 +58,16 @@ class Session:
 
     # --- frames -----------------------------------------------------------------------------------------------------------
 
-    async def receive(self, data: bytes) -> None:
-        """Take one frame and answer it, now or later. Raises ConnectionError when the client is gone."""
+    def receive(self, data: bytes) -> None:
+        """Take one frame and answer it, now or later."""
         answer = self._take(data)
         if answer is not None:
-            await self._outbox.send(wire.encoder.encode(answer))
+            self._outbox.put(wire.encoder.encode(answer))
+
+    @property
+    def greeted(self) -> bool:
+        """Whether it has begun."""
+        return self._greeted
 
     def _take(self, data: bytes) -> wire.Reply | None:
         try:
@@ -221,7 +226,6 @@ class Session:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        await self._outbox.wait_closed()
         self.watch.begin(self.holdings.end())
         self.house.keep(self.watch)
         self.done.set()

@@ -188,14 +188,14 @@ async def test_r1_end_of_a_session_that_is_cancelled_is_whole(folder: Path, canc
             await store(kv, tokens)
             [session] = daemon.house.sessions
             async with kv.match(tokens):
-                going, go, plain = asyncio.Event(), asyncio.Event(), session._outbox.wait_closed
+                going, go, plain = asyncio.Event(), asyncio.Event(), session.end
 
                 async def slowly() -> None:
                     going.set()
                     await go.wait()
                     await plain()
 
-                session._outbox.wait_closed = slowly  # type: ignore[method-assign]
+                session.end = slowly  # type: ignore[method-assign]
                 [runner] = daemon._runners
                 assert runner.server is not None
                 [handler] = runner.server.connections

@@ -145,3 +145,24 @@ async def test_in_place_leases_need_no_renewal(fake: FakeDaemon) -> None:
             await until(lambda: lost.claim.gone is not None)
             assert len(held) == 1
         assert not held
+
+
+async def test_a_match_says_ahead_what_the_last_hit_was_read_like(fake: FakeDaemon) -> None:
+    """A first view says it in a frame of its own; the next matches say it themselves, until a hit is copied."""
+    fake.limits = {"tokens": 1 << 20, "lease_ms": 60_000}
+    fake.holds(TOKENS, [0, 1, 2, 3])
+    async with connect(fake.address) as client:
+        kv = await client.open(SPACE, SPEC)
+        held = client._connection._renewal._held  # type: ignore[union-attr]
+        for _ in range(2):
+            async with kv.match(TOKENS) as hit:
+                hit.view(0, 0)
+                assert not held and hit.is_in_place
+        async with kv.match(TOKENS) as hit:
+            await hit.gather()
+        async with kv.match(TOKENS):
+            assert len(held) == 1
+        await client.check()
+
+        said = [asked.in_place for asked in fake.asked if isinstance(asked, wire.Match)]
+        assert said == [False, True, True, False] and fake.count(wire.InPlace) == 1

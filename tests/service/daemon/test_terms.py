@@ -134,17 +134,20 @@ async def test_a_renewal_is_for_all_that_is_held(folder: Path, who: str) -> None
             assert (await raw.call(wire.Count, wire.Commit, reservation=room.reservation, upto=0, checksums=b"")).count == 0
 
 
-async def test_leases_end_in_the_order_of_their_age(folder: Path) -> None:
+@pytest.mark.parametrize("ahead", [True, False], ids=["said with the match", "said later"])
+async def test_leases_end_in_the_order_of_their_age(folder: Path, ahead: bool) -> None:
     """Each a term after it was taken; those in place never; all uses of a shared one at once; a release of a lost one is done."""
     async with house(folder) as (daemon, clock, core), member(daemon) as (raw, opened, handed):
         await stored(raw, opened, handed, TOKENS)
         asked = {"kv": opened.kv, "prompt": whole(TOKENS)}
         hits = []
         for number in range(4):
-            hits.append((await raw.call(wire.Leased, wire.Match, **asked, request=None if number else "name")).lease)
+            how = {"request": None if number else "name", "in_place": ahead and number == 1}
+            hits.append((await raw.call(wire.Leased, wire.Match, **asked, **how)).lease)
             clock.advance(1)
         assert (await raw.call(wire.Leased, wire.Match, **asked, request="name")).lease == hits[0]
-        await raw.call(wire.Done, wire.InPlace, lease=hits[1])
+        if not ahead:
+            await raw.call(wire.Done, wire.InPlace, lease=hits[1])
         gone = []
         for number in (0, 2, 3):
             clock.advance(TERM - 4 + number - (clock.now() - 1004))
