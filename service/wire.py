@@ -22,6 +22,8 @@ VERSION = 1
 Numbers = Sequence[int] | NDArray[np.integer]
 SESSION_PATH = "/v1/session"
 """Where the WebSocket of a session is opened on the daemon's socket."""
+DEVICE_LAYOUT = "device"
+"""The layout of an arena that no descriptor is of."""
 UNKNOWN_BASE = "UnknownBase"
 """The kind of a `Failed` whose request named a prompt that the daemon does not keep; the only one that is no class of errors."""
 GENERATIONS = "generations"
@@ -265,8 +267,9 @@ class Welcome(_Reply, frozen=True, tag="welcome"):
 class ArenaAt(msgspec.Struct, array_like=True, frozen=True):
     """Where a tier's slots lie: memory number `memory` of the descriptors, from `offset` on.
 
-    The layout is `block-first` or `layer-first` (`tiercache.storage.layouts`). The generations of its slots, 32-bit, begin at byte
-    `generations` of the descriptor called so.
+    The layout is `block-first` or `layer-first` (`tiercache.storage.layouts`), or `device`: layer-first in memory of the device that
+    has the UUID `device`, which `handle` opens; no descriptor is of it then (`memory` is -1). The generations of its slots, 32-bit,
+    begin at byte `generations` of the descriptor called so.
     """
 
     tier: str
@@ -276,6 +279,8 @@ class ArenaAt(msgspec.Struct, array_like=True, frozen=True):
     length: int
     slots: int
     generations: int
+    handle: bytes | None = None
+    device: bytes | None = None
 
 
 class Opened(_Reply, frozen=True, tag="opened"):

@@ -13,6 +13,7 @@ import socket
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -41,6 +42,14 @@ _LAYOUTS: dict[str, tuple[Callable[[Bytes, Geometry], SlotPlanes], Callable[[Geo
 }
 
 
+class Ending(Protocol):
+    """Who is told that a session has ended."""
+
+    def end(self) -> None:
+        """The session has ended."""
+        ...
+
+
 class Memory:
     """What one session was handed: descriptors, and the connection they came by.
 
@@ -52,6 +61,7 @@ class Memory:
         self._channel = channel
         self._descriptors: dict[str, int] = {}
         self._maps: dict[str, Bytes] = {}
+        self._ends: weakref.WeakSet[Ending] = weakref.WeakSet()
         self._shut = weakref.finalize(self, _shut, channel, self._descriptors)
         self._shut.atexit = False
 
@@ -87,7 +97,25 @@ class Memory:
 
     def has(self, at: wire.ArenaAt) -> bool:
         """Return whether the descriptors of an arena are here."""
-        return {wire.GENERATIONS, wire.memory_name(at.memory, writable=False)} <= self._descriptors.keys()
+        own = [] if at.layout == wire.DEVICE_LAYOUT else [wire.memory_name(at.memory, writable=False)]
+        return {wire.GENERATIONS, *own} <= self._descriptors.keys()
+
+    def generations(self, at: wire.ArenaAt) -> memoryview:
+        """Return the generations of an arena's slots, by slot. Raises ValueError for what can't be."""
+        pages = self.readable(wire.GENERATIONS)
+        if not (0 <= at.generations <= len(pages) - 4 * at.slots and at.generations % 4 == 0 and at.slots > 0):
+            raise ValueError(f"{at.slots} generations are no part of what was mapped: {at}")
+        # A memoryview's items cost half of what an array's do, and one is read after every copy.
+        return pages.data[at.generations : at.generations + 4 * at.slots].cast("I")
+
+    def tell_end(self, whom: Ending) -> None:
+        """Let `whom` know when the session ends, if it still lives then."""
+        self._ends.add(whom)
+
+    def end(self) -> None:
+        """Note the end of the session. What is mapped stays mapped while somebody looks into it."""
+        for one in list(self._ends):
+            one.end()
 
     def readable(self, name: str) -> Bytes:
         """Return all bytes of a descriptor, read-only."""
@@ -135,10 +163,9 @@ class Arena:
         if at.layout not in _LAYOUTS:
             raise ValueError(f"the layout {at.layout!r} is not known")
         lay_out, capacity = _LAYOUTS[at.layout]
-        whole, pages = memory.readable(wire.memory_name(at.memory, writable=False)), memory.readable(wire.GENERATIONS)
+        whole = memory.readable(wire.memory_name(at.memory, writable=False))
         inside = at.offset >= 0 and at.length >= 0 and at.offset + at.length <= len(whole) and at.offset % SLOT_ALIGNMENT == 0
-        counted = 0 <= at.generations <= len(pages) - 4 * at.slots and at.generations % 4 == 0
-        if not inside or not counted or not 0 < at.slots <= capacity(geometry, at.length):
+        if not inside or not 0 < at.slots <= capacity(geometry, at.length):
             raise ValueError(f"{at.slots} slots of {geometry.block_bytes} bytes are no part of what was mapped: {at}")
         self._memory = memory
         self._at = at
@@ -147,8 +174,7 @@ class Arena:
         self._whole: SlotPlanes | None = None
         self.slots = lay_out(whole[at.offset : at.offset + at.length], geometry)
         self.capacity = at.slots
-        # A memoryview's items cost half of what an array's do, and one is read after every copy.
-        self.generations = pages.data[at.generations : at.generations + 4 * at.slots].cast("I")
+        self.generations = memory.generations(at)
 
     @property
     def memory(self) -> Memory:
