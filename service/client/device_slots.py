@@ -6,7 +6,8 @@ when its turn comes. So what is copied into slots, or reads them, holds them, an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import TYPE_CHECKING
 
 from tiercache.errors import DeviceRefused, InvalidConfig, MemoryRefused, StaleHandle
 from tiercache.kernels.device import Device, Pool
@@ -22,16 +23,25 @@ from tiercache.storage.workers import Workers
 if TYPE_CHECKING:
     import torch
 
+
 class DeviceSlots:
     """One tier's slots on a device, made by `open_slots`; copied by way of `port`."""
 
     def __init__(
-        self, memory: Memory, at: wire.ArenaAt, geometry: Geometry, device: Device, opened: DeviceMemory, ring: Ring, workers: Workers
+        self,
+        memory: Memory,
+        at: wire.ArenaAt,
+        geometry: Geometry,
+        device: Device,
+        opened: DeviceMemory,
+        ring: Ring,
+        workers: Workers,
     ) -> None:
         self._memory = memory
         self._device = device
         self._pool: Pool | None = Pool(opened, geometry.planes, at.slots, geometry.unit_bytes)
         self.capacity = at.slots
+        self.unit_bytes = geometry.unit_bytes
         self.generations = memory.generations(at)
         self.port = DevicePort(device, self.pool, geometry, ring, workers)
         memory.tell_end(self)
@@ -60,12 +70,18 @@ class DeviceSlots:
 
         Raises StaleHandle.
         """
-        raise NotImplementedError
+        pool = self.pool()
+        lib = importlib.import_module("torch")
+        start = lib.from_dlpack(self._device.array(pool.memory, 1)).data_ptr()
+        size = pool.planes * pool.slots * pool.unit_bytes
+        # What another library makes of memory holds its owner, through every slice; no attribute of a tensor would be held so.
+        held = self._device.borrow(start, size, (grip, self._memory, pool.memory))
+        whole = lib.from_dlpack(self._device.array(held, pool.planes, pool.slots, pool.unit_bytes))
+        typed = whole[:, slot].view(getattr(lib, spec.dtype))
+        return typed.unflatten(0, (-1, spec.parts)).unflatten(2, (spec.block_size, spec.kv_heads, spec.head_dim))  # type: ignore[no-any-return]
 
 
-async def open_slots(
-    memory: Memory, at: wire.ArenaAt, geometry: Geometry, own: OwnDevice, workers: Workers
-) -> DeviceSlots:
+async def open_slots(memory: Memory, at: wire.ArenaAt, geometry: Geometry, own: OwnDevice, workers: Workers) -> DeviceSlots:
     """Open one tier's slots with the client's own device.
 
     Raises DeviceRefused where there is none, where it is another one than the daemon's, and where it can't open that memory, and

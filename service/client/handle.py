@@ -16,10 +16,12 @@ from tiercache.service import wire
 from tiercache.service.client import copies
 from tiercache.service.client.connection import Connection
 from tiercache.service.client.counts import Counts, Miss
+from tiercache.service.client.copying import Copying
+from tiercache.service.client.device_slots import DeviceSlots
 from tiercache.service.client.mapping import Arena
 from tiercache.service.client.own_device import OwnDevice
-from tiercache.service.finishing import Finishing
 from tiercache.spec import KVSpec
+from tiercache.storage.finishing import Finishing
 from tiercache.storage.workers import Workers
 from tiercache.types import Tier
 
@@ -35,7 +37,8 @@ class Handle:
     number: int
     spec: KVSpec
     tiers: Sequence[Tier]
-    arenas: Sequence[Arena]
+    arenas: Sequence[Arena | DeviceSlots]
+    copying: Copying
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,7 @@ class Claim:
     # --- for hits ---------------------------------------------------------------------------------------------------------
 
     @property
-    def arenas(self) -> Sequence[Arena]:
+    def arenas(self) -> Sequence[Arena | DeviceSlots]:
         """The tiers that can be read."""
         return self.handle.arenas if self.handle is not None else ()
 

@@ -153,6 +153,20 @@ class Memory:
         return self._descriptors[name]
 
 
+class Slots(Protocol):
+    """One tier's slots, wherever they lie."""
+
+    @property
+    def capacity(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def generations(self) -> memoryview:
+        """The generation of each, as it is now."""
+        ...
+
+
 class Arena:
     """One tier's slots as this process sees them: `slots[slot]` is `[planes, unit_bytes]`, read-only.
 
