@@ -267,9 +267,9 @@ class Welcome(_Reply, frozen=True, tag="welcome"):
 class ArenaAt(msgspec.Struct, array_like=True, frozen=True):
     """Where a tier's slots lie: memory number `memory` of the descriptors, from `offset` on.
 
-    The layout is `block-first` or `layer-first` (`tiercache.storage.layouts`), or `device`: layer-first in memory of the device that
-    has the UUID `device`, which `handle` opens; no descriptor is of it then (`memory` is -1). The generations of its slots, 32-bit,
-    begin at byte `generations` of the descriptor called so.
+    The layout is `block-first` or `layer-first` (`tiercache.storage.layouts`), or `device`: layer-first in memory of the device
+    that has the UUID `device`, which `handle` opens; no descriptor is of that (`memory` is -1). The generations of the slots,
+    32-bit, begin at byte `generations` of the descriptor called so.
     """
 
     tier: str

@@ -197,9 +197,9 @@ class Client:
     async def open(self, space: Namespace, spec: KVSpec, *, shard: int = 0) -> RemoteKV:
         """Return the KV of the namespace `space` with the layout `spec`.
 
-        Raises SpecMismatch, NoShare, TierTooSmall or UnsupportedSpec when the daemon says so, and DeviceRefused when its HBM tier lies
-        on a device that this client does not have. When the daemon does not answer, every call of the namespace is a miss until it
-        does.
+        Raises SpecMismatch, NoShare, TierTooSmall or UnsupportedSpec when the daemon says so, and DeviceRefused when its HBM tier
+        lies on a device that this client does not have. When the daemon does not answer, every call of the namespace is a miss
+        until it does.
         """
         self.require_open()
         for value, kind in ((space, Namespace), (spec, KVSpec)):

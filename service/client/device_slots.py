@@ -1,7 +1,7 @@
 """A daemon's slots that lie on a device, opened in this process by its own device.
 
-What the host maps can be read by whoever likes, and a copy that came too late is only a copy that is thrown away. A device writes
-when its turn comes. So what is copied into slots, or reads them, holds them, and the session's memory with them, until that is over.
+A device copies when its turn comes. So whoever has something copied out of slots or into them holds them, and with them what the
+session was handed, until that is over: when its connection for descriptors ends, the daemon takes it that nothing comes any more.
 """
 
 from __future__ import annotations
@@ -11,66 +11,62 @@ from typing import TYPE_CHECKING
 
 from tiercache.errors import DeviceRefused, InvalidConfig, MemoryRefused, StaleHandle
 from tiercache.kernels.device import Device, Pool
-from tiercache.kernels.device import Memory as DeviceMemory
 from tiercache.service import wire
 from tiercache.service.client.mapping import Grip, Memory
 from tiercache.service.client.own_device import OwnDevice
 from tiercache.spec import Geometry, KVSpec
 from tiercache.storage.device_port import DevicePort
-from tiercache.storage.staging import Ring
 from tiercache.storage.workers import Workers
 
 if TYPE_CHECKING:
     import torch
 
 
-class DeviceSlots:
-    """One tier's slots on a device, made by `open_slots`; copied by way of `port`."""
+class Opened:
+    """The pool of a daemon, opened in one session. The end of the session lets go of it: the next daemon needs the card's room.
 
-    def __init__(
-        self,
-        memory: Memory,
-        at: wire.ArenaAt,
-        geometry: Geometry,
-        device: Device,
-        opened: DeviceMemory,
-        ring: Ring,
-        workers: Workers,
-    ) -> None:
-        self._memory = memory
-        self._device = device
-        self._pool: Pool | None = Pool(opened, geometry.planes, at.slots, geometry.unit_bytes)
-        self.capacity = at.slots
-        self.unit_bytes = geometry.unit_bytes
-        self.generations = memory.generations(at)
-        self.port = DevicePort(device, self.pool, geometry, ring, workers)
-        memory.tell_end(self)
+    Copies under way and tensors in place keep it.
+    """
 
-    @property
-    def memory(self) -> Memory:
-        """What the session was handed."""
-        return self._memory
+    def __init__(self, pool: Pool) -> None:
+        self._pool: Pool | None = pool
 
     def pool(self) -> Pool:
-        """Return all slots. Raises StaleHandle after the end of the session."""
+        """Return it. Raises StaleHandle after the end of the session."""
         pool = self._pool
         if pool is None:
             raise StaleHandle("the session that opened the daemon's memory on the device has ended")
         return pool
 
     def end(self) -> None:
-        """Let go of the device's memory: a daemon that begins anew needs the room that the last one had.
-
-        Tensors in place and copies under way keep it.
-        """
+        """Let go of it."""
         self._pool = None
 
-    def in_place(self, slot: int, spec: KVSpec, grip: Grip) -> torch.Tensor:
-        """Return a block in place, `[layers, parts, block_size, kv_heads, head_dim]`; what is made of it keeps `grip` and the memory.
 
-        Raises StaleHandle.
+class DeviceSlots:
+    """One tier's slots on a device, made by `open_slots`; copied by way of `port`."""
+
+    def __init__(self, memory: Memory, at: wire.ArenaAt, device: Device, opened: Opened, port: DevicePort) -> None:
+        self._memory = memory
+        self._device = device
+        self._opened = opened
+        self.port = port
+        self.capacity = at.slots
+        self.unit_bytes = opened.pool().unit_bytes
+        self.generations = memory.generations(at)
+        memory.tell_end(opened)
+
+    @property
+    def memory(self) -> Memory:
+        """What the session was handed."""
+        return self._memory
+
+    def in_place(self, slot: int, spec: KVSpec, grip: Grip) -> torch.Tensor:
+        """Return a block in place, `[layers, parts, block_size, kv_heads, head_dim]`. Raises StaleHandle.
+
+        What is made of the tensor keeps `grip` and the memory alive.
         """
-        pool = self.pool()
+        pool = self._opened.pool()
         lib = importlib.import_module("torch")
         start = lib.from_dlpack(self._device.array(pool.memory, 1)).data_ptr()
         size = pool.planes * pool.slots * pool.unit_bytes
@@ -101,4 +97,5 @@ async def open_slots(memory: Memory, at: wire.ArenaAt, geometry: Geometry, own: 
         ring = await own.ring(workers, geometry)
     except (InvalidConfig, MemoryRefused) as error:
         raise DeviceRefused(f"the daemon's {at.tier} tier lies on a device, and can't be opened: {error}") from error
-    return DeviceSlots(memory, at, geometry, device, opened, ring, workers)
+    pool = Opened(Pool(opened, geometry.planes, at.slots, geometry.unit_bytes))
+    return DeviceSlots(memory, at, device, pool, DevicePort(device, pool.pool, geometry, ring, workers))

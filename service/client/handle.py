@@ -15,8 +15,8 @@ from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import wire
 from tiercache.service.client import copies
 from tiercache.service.client.connection import Connection
-from tiercache.service.client.counts import Counts, Miss
 from tiercache.service.client.copying import Copying
+from tiercache.service.client.counts import Counts, Miss
 from tiercache.service.client.device_slots import DeviceSlots
 from tiercache.service.client.mapping import Arena
 from tiercache.service.client.own_device import OwnDevice

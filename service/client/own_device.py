@@ -56,7 +56,7 @@ class OwnDevice:
             return self._given
 
     async def memory(self, workers: Workers, handle: bytes, size: int) -> Memory:
-        """Return the memory of a daemon that `handle` names, the same for all that hold it. Raises as `opened`, and MemoryRefused."""
+        """Return the daemon's memory that `handle` names, the same to all that hold it. Raises as `opened`, and MemoryRefused."""
         device = await self.opened(workers)
         async with self._opening:
             found = self._memory.get(handle)

@@ -15,10 +15,10 @@ from tiercache.leases import Refusal
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors, wire
 from tiercache.service.client import copies
-from tiercache.service.client.counts import Miss
-from tiercache.service.client.handle import Claim, Handle, Sessions, Sharing
 from tiercache.service.client.copying import Copying
+from tiercache.service.client.counts import Miss
 from tiercache.service.client.device_slots import DeviceSlots, open_slots
+from tiercache.service.client.handle import Claim, Handle, Sessions, Sharing
 from tiercache.service.client.mapping import Arena, Memory
 from tiercache.service.client.remote_hit import RemoteHit
 from tiercache.service.client.remote_room import RemoteRoom, Reserved, reason_of

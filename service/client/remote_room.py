@@ -55,7 +55,7 @@ class Reserved:
     async def fill(self, planes: Bytes, first: int) -> list[int]:
         """Copy a tensor's blocks into all slots; `planes` begins with block number `first` of the prompt. Returns their checksums.
 
-        Raises OSError when slots can't be mapped, WorkerDied, StoreError when a device failed, StaleHandle. All copies are over then.
+        Raises OSError when slots can't be mapped, WorkerDied, StoreError when a device failed, StaleHandle. It is over then.
         """
         at, sums = self.present - first, list[int]()
         for device, low, high in self._parts(0, len(self.places)):

@@ -79,6 +79,10 @@ class FakeDaemon:
         self.memory.close()
         self.pages.close()
 
+    def arena(self) -> wire.ArenaAt:
+        """Return where the slots lie."""
+        return wire.ArenaAt("DRAM", self.layout, 0, 0, self.memory.size, SLOTS, 0)
+
     # --- what a test says -------------------------------------------------------------------------------------------------
 
     def fill(self, tokens: Sequence[int], slots: Sequence[int]) -> bytes:
@@ -167,8 +171,8 @@ class FakeDaemon:
                     limits=self.limits,
                 )
             case wire.Open():
-                at = wire.ArenaAt("DRAM", self.layout, 0, 0, self.memory.size, SLOTS, 0)
-                return wire.Opened(id=asked.id, kv=1, tiers=["DRAM", "SSD"], arenas=[at])
+                at = self.arena()
+                return wire.Opened(id=asked.id, kv=1, tiers=[at.tier, "SSD"], arenas=[at])
             case wire.Match():
                 return wire.Leased(id=asked.id, lease=asked.id, blocks=0, tiers={}, lifting=False, places=b"")
             case wire.Ready():
