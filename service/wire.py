@@ -230,6 +230,14 @@ class Fetch(msgspec.Struct, array_like=True, frozen=True, tag="fetch"):
     token: bytes
 
 
+class Unmapped(msgspec.Struct, array_like=True, frozen=True, tag="unmapped"):
+    """On the socket of descriptors, before its end, and not answered: no device does anything for this process any more.
+
+    The kernel closes the connection of a process that is killed when its host memory is gone, and maybe before its device has
+    stopped. So where a tier lies on a device, an end without this word is that of a process, which is waited for, too.
+    """
+
+
 class Handed(msgspec.Struct, array_like=True, frozen=True, tag="handed"):
     """The answer to `Fetch`: the names of the descriptors that come with this packet by SCM_RIGHTS, in their order.
 
@@ -493,5 +501,5 @@ def _pairs(packed: msgspec.Raw) -> int:
 encoder = msgspec.msgpack.Encoder()
 requests = _Requests()
 answers: msgspec.msgpack.Decoder[Reply | Notice] = msgspec.msgpack.Decoder(Reply | Notice)
-fetches: msgspec.msgpack.Decoder[Fetch] = msgspec.msgpack.Decoder(Fetch)
+fetches: msgspec.msgpack.Decoder[Fetch | Unmapped] = msgspec.msgpack.Decoder(Fetch | Unmapped)
 handed: msgspec.msgpack.Decoder[Handed | Failed] = msgspec.msgpack.Decoder(Handed | Failed)

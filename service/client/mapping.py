@@ -7,6 +7,7 @@ with the last array that looks into it, never before.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 import socket
@@ -36,6 +37,7 @@ Grip = object
 """What a view keeps alive; its end is noticed by weak references."""
 
 _MOST_PACKET = 64 * 1024
+_UNMAPPED = wire.encoder.encode(wire.Unmapped())
 _LAYOUTS: dict[str, tuple[Callable[[Bytes, Geometry], SlotPlanes], Callable[[Geometry, int], int]]] = {
     "block-first": (block_first, block_first_capacity),
     "layer-first": (layer_first, layer_first_capacity),
@@ -62,7 +64,7 @@ class Memory:
         self._descriptors: dict[str, int] = {}
         self._maps: dict[str, Bytes] = {}
         self._ends: weakref.WeakSet[Ending] = weakref.WeakSet()
-        self._shut = weakref.finalize(self, _shut, channel, self._descriptors)
+        self._shut = weakref.finalize(self, _shut, channel, self._descriptors, os.getpid())
         self._shut.atexit = False
 
     @property
@@ -256,7 +258,10 @@ def _wake(ready: asyncio.Future[None]) -> None:
         ready.set_result(None)
 
 
-def _shut(channel: socket.socket, descriptors: dict[str, int]) -> None:
+def _shut(channel: socket.socket, descriptors: dict[str, int], pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has no say in what its parent's device does
+        with contextlib.suppress(OSError):
+            channel.send(_UNMAPPED)
     channel.close()
     for descriptor in descriptors.values():
         os.close(descriptor)

@@ -56,6 +56,8 @@ class FakeDaemon:
         self.descriptors = directory / "d"
         self.address = f"unix://{self.path}"
         self.peers = 0
+        self.unmapped = 0
+        """How many of those that went said that they touch nothing any more."""
         self.boot = boot
         self.limits = {"tokens": 1 << 20}
         self.memory = HostMemory(SLOTS * block_first_slot_bytes(SPEC.geometry))
@@ -203,7 +205,10 @@ class FakeDaemon:
         loop = asyncio.get_running_loop()
         self.peers += 1
         with peer:
-            while await loop.sock_recv(peer, 4096):
+            while packet := await loop.sock_recv(peer, 4096):
+                if isinstance(wire.fetches.decode(packet), wire.Unmapped):
+                    self.unmapped += 1
+                    continue
                 own = [self.pages.open_readonly(), self.memory.open_readonly()]
                 names = [wire.GENERATIONS, wire.memory_name(0, writable=False), wire.memory_name(0, writable=True)]
                 try:

@@ -289,6 +289,7 @@ async def test_a_view_owns_its_lease_and_the_memory(daemon: DeviceDaemon, own: C
     del second
     assert own.open_now == 0
     await until(lambda: daemon.peers == 0)
+    assert daemon.unmapped == 1
 
 
 # --- who may come in ------------------------------------------------------------------------------------------------------
