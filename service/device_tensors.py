@@ -40,9 +40,9 @@ class DeviceTensors:
     def sheet(self, tensor: torch.Tensor, spec: KVSpec, name: str) -> Sheet:
         """Return the whole blocks of a tensor `[layers, parts, tokens, kv_heads, head_dim]` in place.
 
-        They are one pool where the planes lie whole blocks apart, as in a tensor of whole blocks or a slice along tokens of one; else
-        one a plane, which takes launches for each. The sheet holds the tensor. Raises InvalidTensor, naming the strides, where the
-        tokens of a plane are not contiguous.
+        They are one pool where the planes lie whole blocks apart, as in a tensor of whole blocks or a slice along tokens of one;
+        else one a plane, which takes launches for each. The sheet holds the tensor. Raises InvalidTensor, naming the strides, where
+        the tokens of a plane are not contiguous.
         """
         if not is_regular(tensor):
             raise InvalidTensor(

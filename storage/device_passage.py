@@ -3,8 +3,8 @@
 * Nothing here waits. What a call enqueues reads and writes when the runner's stream comes to it. So the runner's next kernel finds
   the bytes, and what its last one wrote is what is taken, without an event between them.
 * A slot belongs to what is enqueued until an event that is recorded after it has happened: whoever holds the slot waits for that.
-* Between a slot and a tensor lies a stage, since both are layer-first and their blocks lie far apart. Stages are few and runners may
-  have many streams; each has a stage that is its own as long as there are enough, and whoever has it next begins after its event.
+* Between a slot and a tensor lies a stage, since both are layer-first and their blocks lie far apart. Stages are few, and runners
+  may have many streams: each has a stage of its own as long as there are enough, and whoever has it next begins after its event.
 """
 
 from __future__ import annotations
