@@ -19,7 +19,7 @@ from tiercache.kernels.device import Device, Event, Stream
 from tiercache.kernels.host import Bytes
 from tiercache.storage.checksum import verify
 from tiercache.storage.contract import Planes, Store
-from tiercache.storage.copier import StoreCopier
+from tiercache.storage.copier import LayerCopier, StoreCopier
 from tiercache.storage.device_arena import DeviceArena
 from tiercache.storage.neighbours import Run, neighbours
 from tiercache.storage.staging import Ring, Stage
@@ -52,9 +52,14 @@ class DeviceCopier:
         self._together = together
         self._streams = {lane: (device.stream(), threading.Lock()) for lane in (Lane.DOWN, Lane.UP)}
 
-    def layers(self, transfer: Transfer) -> int:
-        """Return how many layers the blocks have."""
-        return self._inner.layers(transfer)
+    @property
+    def layers(self) -> int:
+        """How many layers the blocks have."""
+        return self._arena.geometry.layers
+
+    def by_layer(self, transfer: Transfer) -> LayerCopier | None:
+        """Return itself for what comes up from host memory: a layer that is in the pool can be read while the next one crosses."""
+        return self if transfer.to == 0 and not self._stores[transfer.sources[0]].durable else None
 
     def chunks(self, transfer: Transfer) -> Sequence[tuple[int, int]]:
         """Return ranges of at most a stage's blocks where a stage is needed."""
@@ -64,8 +69,8 @@ class DeviceCopier:
         return [(low, min(low + step, transfer.count)) for low in range(0, transfer.count, step)]
 
     async def verify(self, transfer: Transfer) -> Report:
-        """Check the blocks where they lie in host memory; from the device they are checked where they arrive."""
-        return await self._inner.verify(transfer)
+        """Check every block in its source slot, in host memory."""
+        return await self._workers.run(Lane.COPY, self._verify, transfer)
 
     async def layer(self, transfer: Transfer, layer: int, count: int) -> None:
         """Copy one layer of the first `count` blocks up.
@@ -73,9 +78,6 @@ class DeviceCopier:
         The device can't check what arrived. So after the last layer the sources are checked once more: bytes that are right
         before all copies and after them were right in between.
         """
-        if transfer.to != 0:
-            await self._inner.layer(transfer, layer, count)
-            return
         step = self._ring.blocks * self._arena.geometry.layers
         for low in range(0, count, step):
             high = min(low + step, count)
@@ -83,7 +85,7 @@ class DeviceCopier:
                 event = await self._enqueued(Lane.UP, stage, self._layer_up, transfer, layer, low, high)
             await self._workers.run(Lane.UP, event.wait)
         if layer + 1 == self._arena.geometry.layers:
-            report = await self._inner.verify(transfer)
+            report = await self.verify(transfer)
             if report.error is not None and report.arrived < count:
                 raise report.error
 
@@ -212,6 +214,18 @@ class DeviceCopier:
     def _fetch(self, transfer: Transfer, low: int, high: int, stage: Stage) -> Report:
         """Bring blocks from below into the stage's host memory, verified."""
         return self._inner.fetch(transfer, low, list(stage.host[: high - low]))
+
+    def _verify(self, transfer: Transfer) -> Report:
+        """Verify what is to come up, where it lies."""
+        for block in range(transfer.count):
+            store, slot = self._stores[transfer.sources[block]], transfer.slots_from[block]
+            view = store.view(slot)
+            assert view is not None, "a copy by layers reads from memory"
+            try:
+                verify(view, transfer.checksums[block], f"{store.tier} slot {slot}")
+            except Untrusted as error:
+                return Report(arrived=block, error=error, rotten=True)
+        return Report(arrived=transfer.count)
 
     def _arrived(self, transfer: Transfer, low: int, high: int) -> Report:
         """Verify what came down, where it lies now."""

@@ -17,7 +17,7 @@ from tiercache.clock import MonotonicClock
 from tiercache.errors import StoreError, Untrusted, WorkerDied
 from tiercache.moves import Moves
 from tiercache.stats import Stats
-from tiercache.storage.copier import Copier
+from tiercache.storage.copier import Copier, LayerCopier
 from tiercache.storage.troubles import FORGET, READ, WRITE, Troubles
 from tiercache.transfer import Discard, Report, State, Transfer, Work
 
@@ -25,7 +25,10 @@ log = logging.getLogger(__name__)
 
 
 class Flight:
-    """A transfer or a discard under way. `layers[i]` is set when layer `i` of all its blocks has arrived."""
+    """A transfer or a discard under way.
+
+    `layers[i]` is set when layer `i` of all its blocks has arrived; where whole blocks are copied there are none.
+    """
 
     __slots__ = ("done", "layers", "report", "steps", "undone", "work")
 
@@ -81,10 +84,10 @@ class Mover:
         """Begin to execute what the core planned."""
         flights: list[Flight] = []
         for item in work:
-            layers = self._copier.layers(item) if isinstance(item, Transfer) and item.layerwise else 0
-            flight = Flight(item, layers)
+            by_layer = self._copier.by_layer(item) if isinstance(item, Transfer) else None
+            flight = Flight(item, 0 if by_layer is None else by_layer.layers)
             self._flights[item.number] = flight
-            run = self._discard(item, flight) if isinstance(item, Discard) else self._transfer(item, flight)
+            run = self._discard(item, flight) if isinstance(item, Discard) else self._transfer(item, flight, by_layer)
             task = asyncio.get_running_loop().create_task(run, name=f"tiercache-move-{item.number}")
             self._tasks.add(task)
             task.add_done_callback(partial(self._landed, flight))
@@ -136,10 +139,10 @@ class Mover:
         if not flight.done.is_set():
             self._ended(flight, [])
 
-    async def _transfer(self, transfer: Transfer, flight: Flight) -> None:
+    async def _transfer(self, transfer: Transfer, flight: Flight, by_layer: LayerCopier | None) -> None:
         transfer.state = State.COPYING
         try:
-            report = await self._copy(transfer, flight)
+            report = await (self._copy(transfer, flight) if by_layer is None else self._copy_layers(transfer, flight, by_layer))
         except StoreError as error:
             report = Report(arrived=0, error=error)
         except Exception as error:  # a copy that breaks must still give its slots back
@@ -164,12 +167,6 @@ class Mover:
             if report.arrived == transfer.count:
                 self._moves.pace.took(transfer.count, self.troubles.now() - began)
             return report
-        if transfer.layerwise:
-            report = await self._copier.verify(transfer)
-            for layer, ready in enumerate(flight.layers):
-                await self._copier.layer(transfer, layer, report.arrived)
-                ready.set()
-            return report
         pieces = self._copier.chunks(transfer)
         reports = await asyncio.gather(*(self._piece(flight, transfer, low, high) for low, high in pieces), return_exceptions=True)
         arrived = 0
@@ -182,6 +179,13 @@ class Mover:
             if piece.arrived < high - low:
                 return Report(arrived=arrived, error=piece.error, rotten=piece.rotten, unread=piece.unread)
         return Report(arrived=arrived)
+
+    async def _copy_layers(self, transfer: Transfer, flight: Flight, by_layer: LayerCopier) -> Report:
+        report = await by_layer.verify(transfer)
+        for layer, ready in enumerate(flight.layers):
+            await by_layer.layer(transfer, layer, report.arrived)
+            ready.set()
+        return report
 
     async def _piece(self, flight: Flight, transfer: Transfer, low: int, high: int) -> Report:
         report = await self._copier.blocks(transfer, low, high)
