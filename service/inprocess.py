@@ -30,7 +30,6 @@ from tiercache.prefetch import PrefetchPolicy
 from tiercache.residency import Space
 from tiercache.service.desk import Desk
 from tiercache.service.face import Extent
-from tiercache.service.finishing import Finishing
 from tiercache.service.health import Examiner, Health
 from tiercache.service.invalidation import Choice, Invalidation, chosen_by, held_closed, held_open
 from tiercache.service.kv import LocalKV
@@ -40,6 +39,7 @@ from tiercache.spec import ANY, ITEM_BYTES, Geometry, KVSpec, Namespace, Selecti
 from tiercache.storage.arenas import DramArena, HostHbmArena
 from tiercache.storage.contract import Store
 from tiercache.storage.disk_room import DiskWatch
+from tiercache.storage.finishing import Finishing
 from tiercache.storage.layouts import SLOT_ALIGNMENT
 from tiercache.storage.memory import HostMemory, require_memory
 from tiercache.storage.ssd import SsdStore, SsdTier

@@ -21,13 +21,13 @@ from tiercache.leases import Lease
 from tiercache.pace import Pace
 from tiercache.policy import LRU, PolicyFactory
 from tiercache.restore import Stored, restore
-from tiercache.service.finishing import Finishing
 from tiercache.service.writing import write_policy
 from tiercache.sizes import parse_size
 from tiercache.spec import Geometry
 from tiercache.storage.contract import Store
 from tiercache.storage.copier import Copier, StoreCopier
 from tiercache.storage.disk_room import DiskRoom, measure
+from tiercache.storage.finishing import Finishing
 from tiercache.storage.mover import Mover
 from tiercache.storage.reader import Place, Reader
 from tiercache.storage.slots import SlotPool

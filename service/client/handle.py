@@ -17,8 +17,8 @@ from tiercache.service.client import copies
 from tiercache.service.client.connection import Connection
 from tiercache.service.client.counts import Counts, Miss
 from tiercache.service.client.mapping import Arena
-from tiercache.service.finishing import Finishing
 from tiercache.spec import KVSpec
+from tiercache.storage.finishing import Finishing
 from tiercache.storage.workers import Workers
 from tiercache.types import Tier
 
