@@ -12,12 +12,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from tiercache.errors import Untrusted, WorkerDied
+from tiercache.errors import Untrusted
 from tiercache.kernels.device import Device, Event, Stream
 from tiercache.kernels.host import Bytes
 from tiercache.storage.checksum import verify
@@ -26,13 +25,8 @@ from tiercache.storage.copier import LayerCopier, StoreCopier
 from tiercache.storage.device_arena import DeviceArena
 from tiercache.storage.neighbours import Run, neighbours
 from tiercache.storage.staging import Ring, Stage
-from tiercache.storage.workers import Lane, Workers
+from tiercache.storage.workers import Lane, Workers, outlive
 from tiercache.transfer import Discard, Report, Transfer
-
-log = logging.getLogger(__name__)
-
-_PAUSE = 0.05
-"""Seconds until a copy is waited for anew: there may be no thread to be had."""
 
 
 class DeviceCopier:
@@ -154,15 +148,8 @@ class DeviceCopier:
         return await self._workers.run(Lane.COPY, self._enqueue, lane, stage, enqueue, args)
 
     async def _over(self, lane: Lane, event: Event | None) -> None:
-        """Wait until a copy is over, also when a thread that waits for it dies: the copy knows nothing of that."""
-        while True:
-            try:
-                await self._workers.run(lane, self._wait, lane, event)
-            except WorkerDied as error:
-                log.warning("a copy of the device is waited for anew: %s", str(error))
-                await asyncio.sleep(_PAUSE)
-            else:
-                return
+        """Wait until a copy is over, also when a thread that waits for it dies."""
+        await outlive(self._workers, lane, partial(self._wait, lane, event))
 
     # --- on worker threads ------------------------------------------------------------------------------------------------
 

@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiercache.kernels.device import Device, Event, Memory, Pool, Stream
+from tiercache.kernels.host import Bytes
 from tiercache.storage.checksum import checksum
 from tiercache.storage.contract import Store
-from tiercache.storage.neighbours import neighbours
+from tiercache.storage.neighbours import Run, neighbours
 from tiercache.storage.reader import Place
-
-STAGE = 16 << 20
-"""Bytes of a stage at most: the device moves that much in the time of some launches, and more would only take its memory."""
 
 
 class Runner(NamedTuple):
@@ -54,28 +52,22 @@ class _Stage:
 class Passage:
     """Between the tiers of `stores`, of which `pool()` is the first, and tensors of runners on `device`.
 
-    `together` is how many slots of host memory were pinned by one call. `pool` raises Closed. Where a call raises, a part of its
-    copies may have been enqueued.
+    Each of the `stages` holds a block at least. `together` is how many slots of host memory were pinned by one call. `pool` raises
+    Closed. Where a call raises, a part of its copies may have been enqueued.
     """
 
     def __init__(
-        self,
-        device: Device,
-        pool: Callable[[], Pool],
-        stores: Sequence[Store],
-        *,
-        together: int | None = None,
-        stages: int = 2,
-        stage_bytes: int = STAGE,
+        self, device: Device, pool: Callable[[], Pool], stores: Sequence[Store], stages: Sequence[Memory], *, together: int | None
     ) -> None:
         self._device = device
         self._pool = pool
         self._stores = stores
         self._together = together
-        size = max(stores[0].geometry.block_bytes, stage_bytes)
-        self._stages = [_Stage(device.allocate(size), threading.Lock()) for _ in range(stages)]
+        self._stages = [_Stage(memory, threading.Lock()) for memory in stages]
         self._homes: dict[int, int] = {}
         """By a stream's pointer, the number of its stage."""
+        self.own = Runner(-1, device.stream())
+        """A stream for what would hold up a runner's: ways over the bus."""
 
     def check(self, places: Sequence[Place]) -> int:
         """Verify blocks that the host can see, where they lie, and return how many leading ones are good; for a worker thread.
@@ -87,6 +79,12 @@ class Passage:
             if view is not None and checksum(view) != place.checksum:
                 return number
         return len(places)
+
+    def gather(self, runner: Runner, places: Sequence[Place], into: Sheet) -> int:
+        """Check blocks and enqueue the copies of the leading good ones into a tensor; return how many that are."""
+        good = self.check(places)
+        self.fill(runner, places[:good], into)
+        return good
 
     def fill(self, runner: Runner, places: Sequence[Place], into: Sheet, *, first: int = 0) -> None:
         """Enqueue the copies of blocks into the leading blocks of a tensor: their planes from `first` on, as many as it has."""
@@ -109,6 +107,25 @@ class Passage:
                     part = slots[low : low + step]
                     runner.stream.gather(origin, range(begin + low, begin + low + len(part)), memory)
                     runner.stream.scatter(memory, self._pool(), part, first=first, planes=origin.planes)
+                first += origin.planes
+
+    def lower(self, runner: Runner, source: Sheet, begin: int, places: Sequence[Place]) -> None:
+        """Enqueue the copies of blocks `begin` and on of a tensor into slots of host memory."""
+        order, runs = neighbours([place.position for place in places], [place.slot for place in places], together=self._together)
+        first, begin = 0, source.first + begin
+        with self._stage_of(runner) as memory:
+            for origin in source.pools:
+                step = max(1, memory.size // (origin.planes * origin.unit_bytes))
+                at = 0
+                for run in runs:
+                    for low in range(0, run.length, step):
+                        count = min(step, run.length - low)
+                        blocks = [begin + number for number in order[at : at + count]]
+                        runner.stream.gather(origin, blocks, memory)
+                        runner.stream.read(
+                            memory, 0, self._rows(run._replace(first=run.first + low, length=count), first, origin.planes)
+                        )
+                        at += count
                 first += origin.planes
 
     # --- inside -----------------------------------------------------------------------------------------------------------
@@ -139,12 +156,16 @@ class Passage:
         order, runs = neighbours(positions, slots, together=self._together)
         begin = 0
         for run in runs:
-            blocks = self._stores[run.position].views(run.first, run.length)
-            assert blocks is not None and blocks[0].flags.c_contiguous, "the tiers below are block-first memory"
-            rows = blocks[:, first : first + into.planes].reshape(run.length, -1)
+            rows = self._rows(run, first, into.planes)
             stream.write(rows, memory, begin)
             begin += rows.size
         stream.scatter(memory, into, [at + found[number] for number in order], first=0, planes=into.planes)
+
+    def _rows(self, run: Run, first: int, planes: int) -> Bytes:
+        """Return planes of neighbouring slots in host memory in place, a row a block, `[blocks, bytes]`."""
+        blocks = self._stores[run.position].views(run.first, run.length)
+        assert blocks is not None and blocks[0].flags.c_contiguous, "the tiers below are block-first memory"
+        return blocks[:, first : first + planes].reshape(run.length, -1)
 
     def _planes(self, first: int, count: int) -> Pool:
         """Return some planes of all slots, in place: they lie together."""

@@ -8,31 +8,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from tiercache.errors import InvalidTensor, WorkerDied
+from tiercache.errors import InvalidTensor
 from tiercache.kernels.device import Device, Event, Pool, Stream
 from tiercache.kernels.host import Bytes, copy_run
 from tiercache.spec import Geometry
 from tiercache.storage.checksum import checksum
 from tiercache.storage.finishing import Finishing
 from tiercache.storage.staging import Ring, Stage
-from tiercache.storage.workers import Lane, Workers, in_parts
-
-log = logging.getLogger(__name__)
+from tiercache.storage.workers import Lane, Workers, in_parts, outlive
 
 T = TypeVar("T")
 
 _AT_ONCE = 2
 """Stages that one call uses at once: while the bus fills one the host empties the other, and more would keep others waiting."""
-_PAUSE = 0.05
-"""Seconds until a copy is waited for anew: there may be no thread to be had."""
 
 
 class DevicePort:
@@ -149,15 +143,8 @@ class DevicePort:
         await self._over(self._down, await self._workers.run(Lane.COPY, self._down.enqueue, stage, fetch))
 
     async def _over(self, way: _Way, event: Event) -> None:
-        """Wait until a copy is over, also when a thread that waits for it dies: the copy knows nothing of that."""
-        while True:
-            try:
-                await self._workers.run(way.lane, event.wait)
-            except WorkerDied as error:
-                log.warning("a copy of the device is waited for anew: %s", str(error))
-                await asyncio.sleep(_PAUSE)
-            else:
-                return
+        """Wait until a copy is over, also when a thread that waits for it dies."""
+        await outlive(self._workers, way.lane, event.wait)
 
     def _layer_of(self, layer: int) -> Pool:
         """Return one layer of the pool in place: its planes lie together."""

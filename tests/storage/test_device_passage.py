@@ -46,9 +46,8 @@ class House:
             self.device,
             lambda: self.arena.pool,
             (self.arena, self.dram),
+            [self.device.allocate(GEOMETRY.block_bytes * 3 // 2) for _ in range(stages)],
             together=together,
-            stages=stages,
-            stage_bytes=GEOMETRY.block_bytes * 3 // 2,
         )
         self.tensors = DeviceTensors(self.device)
 
@@ -154,6 +153,29 @@ def test_blocks_of_a_tensor_go_into_slots(seed: int, cut: tuple[int, int, int]) 
             assert np.array_equal(pool[:, slot], planes_of(source)[:, at : at + unit])
         else:
             assert np.array_equal(pool[:, slot], house.content[0, slot])
+    house.close()
+
+
+@pytest.mark.parametrize("cut", SLICES.values(), ids=SLICES.keys())
+@pytest.mark.parametrize("together", [None, 5])
+def test_blocks_of_a_tensor_go_into_slots_of_the_host(seed: int, cut: tuple[int, int, int], together: int | None) -> None:
+    """Blocks 1 to 4 of a tensor are in their slots in DRAM, byte for byte, and the other slots are as they were."""
+    begin, end, tokens = cut
+    house = House(seed, together=together)
+    source = tensor_of(seed, tokens)[:, :, begin:end]
+    slots = random.Random(seed).sample(range(SLOTS), 4)
+    places = [Place(1, slot, 0) for slot in slots]
+
+    house.passage.lower(house.passage.own, house.tensors.sheet(source, SPEC, "tensor"), 1, places)
+    house.device.run()
+
+    unit = GEOMETRY.unit_bytes
+    for slot in range(SLOTS):
+        if slot in slots:
+            at = (1 + slots.index(slot)) * unit
+            assert np.array_equal(house.dram.view(slot), planes_of(source)[:, at : at + unit])
+        else:
+            assert np.array_equal(house.dram.view(slot), house.content[1, slot])
     house.close()
 
 
