@@ -9,13 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import InvalidTensor
-from tiercache.kernels.device import Device, Pool
+from tiercache.kernels.device import Device, Memory, Pool
 from tiercache.service.tensors import is_regular
 from tiercache.spec import KVSpec
 from tiercache.storage.device_passage import Runner, Sheet
 
 if TYPE_CHECKING:
     import torch
+
+
+_HOST = "cpu"
 
 
 class DeviceTensors:
@@ -29,7 +32,12 @@ class DeviceTensors:
         return isinstance(tensor, _torch().Tensor) and str(tensor.device) == self.device.tensors
 
     def pointer(self) -> int:
-        """Return the driver's pointer to the stream that is torch's current one on the device, for the calling thread."""
+        """Return the driver's pointer to the stream that is torch's current one on the device, for the calling thread.
+
+        0 where torch knows the device's memory as the host's: what it does there has happened when it returns.
+        """
+        if self.device.tensors == _HOST:
+            return 0
         return int(_torch().cuda.current_stream(self.device.tensors).cuda_stream)
 
     def runner(self) -> Runner:
@@ -66,6 +74,10 @@ class DeviceTensors:
         memory = self.device.borrow(tensor.data_ptr(), (planes - 1) * distance + blocks * unit, tensor)
         part = self.device.part
         return Sheet([Pool(part(memory, plane * distance, blocks * unit), 1, blocks, unit) for plane in range(planes)])
+
+    def address(self, memory: Memory) -> int:
+        """Return where the device's memory begins, in the device's addresses."""
+        return int(_torch().from_dlpack(self.device.array(memory, 1)).data_ptr())
 
     def block(self, pool: Pool, slot: int, spec: KVSpec) -> torch.Tensor:
         """Return a slot of the device in place as a tensor `[layers, parts, block_size, kv_heads, head_dim]`."""

@@ -116,12 +116,11 @@ async def test_namespaces_share_what_was_opened(daemon: DeviceDaemon, own: Count
     daemon.holds(TOKENS, [0, 1, 2, 3])
     async with opened(daemon, own) as (client, kv):
         other = await client.open(SPACE, SPEC)
-        for one in (kv, other):
-            async with one.match(TOKENS) as hit:
-                assert is_exact(await hit.gather(), TOKENS)
+        async with kv.match(TOKENS) as hit, other.match(TOKENS) as same:
+            assert is_exact(await hit.gather(), TOKENS) and is_exact(await same.gather(), TOKENS)
 
         assert len(own.opened) == 1 and own.open_now == 1
-    del kv, other, one, hit
+    del kv, other, hit, same
     assert own.open_now == 0
 
 
@@ -139,22 +138,20 @@ async def test_a_slot_that_is_given_away_while_a_copy_is_held_is_not_handed_out(
         await hit.layer(0)  # checked once a hit
         own.held = True
         into = torch.full(SPEC.shape(4 * SIZE), 7.5, dtype=torch.float16) if out else None
-        if way == "gather":
-            reading = asyncio.ensure_future(hit.gather(out=into))
-        else:
-            reading = asyncio.ensure_future(hit.layer(1, out=into[1] if into is not None else None))
+        gathering = asyncio.ensure_future(hit.gather(out=into)) if way == "gather" else None
+        layer = asyncio.ensure_future(hit.layer(1, out=into[1] if into is not None else None)) if gathering is None else None
         await own.holds_work()
         daemon.generations[2] += 1
         daemon.slots[2][:] = 0xEE
         own.run()
-        if way == "gather":
-            given = await reading
+        if gathering is not None:
+            given = await gathering
 
             assert given.shape[2] == 2 * SIZE and is_exact(given, TOKENS)
             assert await hit.ready() == 2 * SIZE
-        else:
+        elif layer is not None:
             with pytest.raises(LeaseLost):
-                await reading
+                await layer
         own.held = False
         assert client.stats().misses == {"lost": 1} and daemon.count(wire.Distrust) == 0
 
