@@ -32,6 +32,8 @@ class Ring:
     def __init__(self, device: Device, geometry: Geometry, *, stages: int, blocks: int) -> None:
         self.blocks = blocks
         """How many blocks a stage holds."""
+        self.size = stages * blocks * geometry.block_bytes
+        """Bytes of all stages on the device, and as many of pinned host memory."""
         self._free: deque[Stage] = deque(
             Stage(device.allocate(blocks * geometry.block_bytes), device.pinned(blocks, geometry.planes, geometry.unit_bytes))
             for _ in range(stages)
@@ -47,3 +49,7 @@ class Ring:
                 yield stage
             finally:
                 self._free.append(stage)
+
+    def close(self) -> None:
+        """Let go of the stages; nobody has one, and nobody asks for one any more. May be called twice."""
+        self._free.clear()

@@ -138,7 +138,7 @@ async def device_house(
 ) -> AsyncIterator[DeviceHouse[LazyDevice]]:
     """Open a stack of so many slots a tier on a lazy device; without `dram` the device stands on the disk."""
     device = LazyDevice(seed)
-    arena = DeviceArena(device, GEOMETRY, length=hbm * GEOMETRY.block_bytes)
+    arena = DeviceArena(device, GEOMETRY, device.allocate(hbm * GEOMETRY.block_bytes))
     ring = Ring(device, GEOMETRY, stages=stages, blocks=stage_blocks)
     memory = None if dram is None else HostMemory(block_first_slot_bytes(GEOMETRY) * dram)
     async with house_on(device, folder, arena, ring, memory, ssd=ssd, pool_of=pool_array, together=together) as house:
@@ -154,7 +154,7 @@ async def pinned_house(
     device: D, folder: Path, *, hbm: int, dram: int, pool_of: Callable[[Pool], Bytes], chunk: int = CHUNK, stage_blocks: int = 1
 ) -> AsyncIterator[DeviceHouse[D]]:
     """Open a stack of so many slots a tier on any device, with two stages, above memory that is pinned for it."""
-    arena = DeviceArena(device, GEOMETRY, length=hbm * GEOMETRY.block_bytes)
+    arena = DeviceArena(device, GEOMETRY, device.allocate(hbm * GEOMETRY.block_bytes))
     memory = HostMemory(block_first_slot_bytes(GEOMETRY) * dram)
     pinning = Pinning(device, memory.array, slot_bytes=block_first_slot_bytes(GEOMETRY), chunk=chunk)
     try:
