@@ -156,7 +156,7 @@ async def house(
         if pinning.refused is not None:
             raise MemoryRefused(pinning.refused)
         below = DramArena(memory, geometry)
-        arena = DeviceArena(rig.device, geometry, length=hbm * geometry.block_bytes)
+        arena = DeviceArena(rig.device, geometry, rig.device.allocate(hbm * geometry.block_bytes))
         made = House(rig, geometry, (SlotPool(hbm), SlotPool(dram)), arena, below, workers)
         stores = (arena, below)
         ring = Ring(rig.device, geometry, stages=stages, blocks=stage_blocks)

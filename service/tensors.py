@@ -133,10 +133,14 @@ def planes_for_writing(tensor: torch.Tensor, spec: KVSpec) -> Bytes:
     return _planes(tensor, spec)
 
 
-def as_tensor(planes: Bytes, spec: KVSpec, tokens: int) -> torch.Tensor:
-    """Return bytes `[n * parts, tokens * token_bytes]` in place as a tensor `[n, parts, tokens, kv_heads, head_dim]`."""
+def as_tensor(planes: Any, spec: KVSpec, tokens: int) -> torch.Tensor:
+    """Return bytes `[n * parts, tokens * token_bytes]` in place as a tensor `[n, parts, tokens, kv_heads, head_dim]`.
+
+    They are numpy's, or an array of another library on a device, which torch takes by DLPack.
+    """
     lib = _torch()
-    typed = lib.from_numpy(planes).view(getattr(lib, spec.dtype))
+    taken = lib.from_numpy(planes) if isinstance(planes, np.ndarray) else lib.from_dlpack(planes)
+    typed = taken.view(getattr(lib, spec.dtype))
     return typed.unflatten(0, (-1, spec.parts)).unflatten(2, (tokens, spec.kv_heads, spec.head_dim))  # type: ignore[no-any-return]
 
 

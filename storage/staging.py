@@ -37,6 +37,8 @@ class Ring:
     def __init__(self, device: Device, geometry: Geometry, *, stages: int, blocks: int) -> None:
         self.blocks = blocks
         """How many blocks a stage holds."""
+        self.size = stages * blocks * geometry.block_bytes
+        """Bytes of all stages on the device, and as many of pinned host memory."""
         made = [
             Stage(device.allocate(blocks * geometry.block_bytes), device.pinned(blocks, geometry.planes, geometry.unit_bytes))
             for _ in range(stages)
@@ -57,6 +59,11 @@ class Ring:
                 yield stage
             finally:
                 row.free.append(stage)
+
+    def close(self) -> None:
+        """Let go of the stages; nobody has one, and nobody asks for one any more. May be called twice."""
+        for row in self._rows.values():
+            row.free.clear()
 
 
 class _Row:

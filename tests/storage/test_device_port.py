@@ -54,7 +54,7 @@ class House(NamedTuple):
 @pytest.fixture
 async def house(seed: int) -> AsyncIterator[House]:
     device, threads = LazyDevice(seed), Threads()
-    arena = DeviceArena(device, GEOMETRY, length=SLOTS * GEOMETRY.block_bytes)
+    arena = DeviceArena(device, GEOMETRY, device.allocate(SLOTS * GEOMETRY.block_bytes))
     pool_array(arena.pool)[...] = drawn(seed, GEOMETRY.planes, SLOTS, GEOMETRY.unit_bytes)
     ring = Ring(device, GEOMETRY, stages=8, blocks=STAGE_BLOCKS)
     workers = HeldWorkers(ThreadWorkers({Lane.COPY: 2, Lane.DOWN: 1, Lane.UP: 1}), threads)
