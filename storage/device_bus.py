@@ -31,6 +31,7 @@ class Bus:
     ) -> None:
         self.device = device
         self._abandoned = False
+        self._handle: bytes | None = None
         self.arena = DeviceArena(device, geometry, memory, length=length, most=most)
         blocks = max(1, min(self.arena.capacity, STAGE_BYTES // geometry.block_bytes))
         self.ring = Ring(device, geometry, stages=STAGES, blocks=blocks)
@@ -53,6 +54,12 @@ class Bus:
     def below_bytes(self) -> int:
         """Bytes of host memory that are pinned, or would be."""
         return 0 if self._below is None else self._below.nbytes
+
+    def handle(self) -> bytes:
+        """Return what another process opens the slots' memory by. Raises MemoryRefused where the driver refuses that, Closed."""
+        if self._handle is None:
+            self._handle = self.device.export(self.arena.pool.memory)
+        return self._handle
 
     def abandon(self) -> None:
         """Keep all of it as it is, whoever closes it: the device may still copy, and nobody knows for how long."""
