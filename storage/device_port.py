@@ -8,31 +8,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from tiercache.errors import InvalidTensor, WorkerDied
+from tiercache.errors import InvalidTensor
 from tiercache.kernels.device import Device, Event, Pool, Stream
 from tiercache.kernels.host import Bytes, copy_run
 from tiercache.spec import Geometry
 from tiercache.storage.checksum import checksum
 from tiercache.storage.finishing import Finishing
 from tiercache.storage.staging import Ring, Stage
-from tiercache.storage.workers import Lane, Workers, in_parts
-
-log = logging.getLogger(__name__)
+from tiercache.storage.workers import Lane, Workers, in_parts, outlive
 
 T = TypeVar("T")
 
 _AT_ONCE = 2
-"""Stages that one call uses at once: while the bus fills one the host empties the other, and the rest of the ring is others'."""
-_PAUSE = 0.05
-"""Seconds until a copy is waited for anew: there may be no thread to be had."""
+"""Stages that one call uses at once: while the bus fills one the host empties the other, and more would keep others waiting."""
 
 
 class DevicePort:
@@ -65,7 +59,7 @@ class DevicePort:
             await self._fetched(stage, self._pool(), slots[low:high], after)
             return await self._workers.run(Lane.COPY, _copy_out, stage.host[: high - low], into[:, low * unit : high * unit])
 
-        return _joined(await self._finishing.outlast(self._in_pieces(len(slots), self._ring.blocks, piece)))
+        return _joined(await self._finishing.outlast(self._in_pieces(Lane.DOWN, len(slots), self._ring.blocks, piece)))
 
     async def sums(self, slots: Sequence[int], *, after: Event | None = None) -> list[int]:
         """Return the checksums of what lies in slots, where the device begins to read after `after`."""
@@ -74,7 +68,7 @@ class DevicePort:
             await self._fetched(stage, self._pool(), slots[low:high], after)
             return await self._workers.run(Lane.COPY, _sums, stage.host[: high - low])
 
-        return _joined(await self._finishing.outlast(self._in_pieces(len(slots), self._ring.blocks, piece)))
+        return _joined(await self._finishing.outlast(self._in_pieces(Lane.DOWN, len(slots), self._ring.blocks, piece)))
 
     async def layer(self, slots: Sequence[int], layer: int, into: Bytes, *, after: Event | None = None) -> None:
         """Copy one layer of blocks into `into`, `[parts, len(slots) * unit_bytes]`. Nothing is verified: checksums are blocks'."""
@@ -87,7 +81,7 @@ class DevicePort:
             blocks = stage.host.reshape(-1)[: (high - low) * parts * unit].reshape(high - low, parts, unit)
             await self._workers.run(Lane.COPY, copy_run, blocks, into[:, low * unit : high * unit])
 
-        await self._finishing.outlast(self._in_pieces(len(slots), self._ring.blocks * geometry.layers, piece))
+        await self._finishing.outlast(self._in_pieces(Lane.DOWN, len(slots), self._ring.blocks * geometry.layers, piece))
 
     async def write(self, source: Bytes, slots: Sequence[int]) -> list[int]:
         """Copy `source`, `[planes, len(slots) * unit_bytes]`, into slots, a block each; return the checksums of what was sent.
@@ -110,7 +104,7 @@ class DevicePort:
             await self._over(self._up, await self._workers.run(Lane.COPY, self._up.enqueue, stage, send))
             return found
 
-        return _joined(await self._finishing.outlast(self._in_pieces(len(slots), self._ring.blocks, piece)))
+        return _joined(await self._finishing.outlast(self._in_pieces(Lane.UP, len(slots), self._ring.blocks, piece)))
 
     async def settle(self) -> None:
         """Wait until all copies are over. Nobody begins another one."""
@@ -118,13 +112,13 @@ class DevicePort:
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
-    async def _in_pieces(self, count: int, most: int, piece: Callable[[Stage, int, int], Awaitable[T]]) -> list[T]:
+    async def _in_pieces(self, lane: Lane, count: int, most: int, piece: Callable[[Stage, int, int], Awaitable[T]]) -> list[T]:
         """Await `piece(stage, low, high)` for pieces of at most `most` blocks; all are over when this returns or raises."""
 
         async def part(low: int, high: int) -> list[T]:
             found: list[T] = []
             for start in range(low, high, most):
-                async with self._ring.lend() as stage:
+                async with self._ring.lend(lane) as stage:
                     found.append(await piece(stage, start, min(start + most, high)))
             return found
 
@@ -149,15 +143,8 @@ class DevicePort:
         await self._over(self._down, await self._workers.run(Lane.COPY, self._down.enqueue, stage, fetch))
 
     async def _over(self, way: _Way, event: Event) -> None:
-        """Wait until a copy is over, also when a thread that waits for it dies: the copy knows nothing of that."""
-        while True:
-            try:
-                await self._workers.run(way.lane, event.wait)
-            except WorkerDied as error:
-                log.warning("a copy of the device is waited for anew: %s", str(error))
-                await asyncio.sleep(_PAUSE)
-            else:
-                return
+        """Wait until a copy is over, also when a thread that waits for it dies."""
+        await outlive(self._workers, way.lane, event.wait)
 
     def _layer_of(self, layer: int) -> Pool:
         """Return one layer of the pool in place: its planes lie together."""
