@@ -71,7 +71,8 @@ async def one_is_killed(role: str, seed: int, theirs: LazyDevice) -> None:
         child = Child(f"{role}{ON_DEVICE}", address, seed if role in READERS else seed + 1)
         assert await child.says() == {"there": True}
         pools = stack_of(daemon.cache).cache.residency.slots
-        assert len(daemon.house.sessions) == 2 and (pools[0].census().held > 0) == (role in WRITERS)
+        assert [session.watch.on_device for session in daemon.house.sessions] == [True, True]
+        assert (pools[0].census().held > 0) == (role in WRITERS)
 
         child.kill()
 
