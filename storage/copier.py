@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tiercache.errors import StoreError, Untrusted
+from tiercache.kernels.device import Event
 from tiercache.keys import Digest, block_keys, sha256
 from tiercache.storage.contract import Planes, Put, Store
 from tiercache.storage.workers import Lane, Workers
@@ -53,8 +54,15 @@ class LayerCopier(Protocol):
         """Check the blocks where they lie; report how many leading ones are sound."""
         ...
 
-    async def layer(self, transfer: Transfer, layer: int, count: int) -> None:
-        """Copy one layer of the first `count` blocks; after the last layer all of them are checked. Raises Untrusted."""
+    async def layer(self, transfer: Transfer, layer: int, count: int) -> Event:
+        """Have one layer of the first `count` blocks copied, behind the layers before it; return the event of its arrival."""
+        ...
+
+    async def over(self, event: Event | None) -> None:
+        """Wait until an event of `layer` has happened; None: all that was enqueued by now, whatever failed.
+
+        Raises StoreError when a copy before it failed.
+        """
         ...
 
 

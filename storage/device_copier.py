@@ -2,7 +2,8 @@
 
 * Out of the device and into it there is a stream and a lane of waiting each, so that neither way stands behind the other.
 * A copy is over when its event has happened, not when it is enqueued. Until then the transfer owns its slots, whatever befell
-  the enqueueing: the event is recorded and waited for also when that failed half-way.
+  the enqueueing or the thread that waits: the event is recorded and waited for also when that failed half-way.
+* Layers that come up are enqueued one behind the other, an event each, and no thread waits between them.
 * Slots that are neighbours in host memory cross the bus in one copy: a copy costs the driver and the interpreter some microseconds,
   in which a bus moves a block. The order of blocks in a stage is free, so they lie there as their slots in host memory do.
 * A stage on the device goes to its next user at once, with the event after which that one's stream may touch it. A stage in host
@@ -23,7 +24,7 @@ from tiercache.storage.copier import LayerCopier, StoreCopier
 from tiercache.storage.device_arena import DeviceArena
 from tiercache.storage.neighbours import Run, neighbours
 from tiercache.storage.staging import Ring, Stage
-from tiercache.storage.workers import Lane, Workers
+from tiercache.storage.workers import Lane, Workers, outlive
 from tiercache.transfer import Discard, Report, Transfer
 
 
@@ -72,22 +73,22 @@ class DeviceCopier:
         """Check every block in its source slot, in host memory."""
         return await self._workers.run(Lane.COPY, self._verify, transfer)
 
-    async def layer(self, transfer: Transfer, layer: int, count: int) -> None:
-        """Copy one layer of the first `count` blocks up.
-
-        The device can't check what arrived. So after the last layer the sources are checked once more: bytes that are right
-        before all copies and after them were right in between.
-        """
+    async def layer(self, transfer: Transfer, layer: int, count: int) -> Event:
+        """Have one layer of the first `count` blocks copied up, in the stream's order; return the event of its arrival."""
+        assert count, "no blocks have no layer"
         step = self._ring.blocks * self._arena.geometry.layers
-        for low in range(0, count, step):
+        low = 0
+        while True:
             high = min(low + step, count)
-            async with self._ring.lend() as stage:
+            async with self._ring.lend(Lane.UP) as stage:
                 event = await self._enqueued(Lane.UP, stage, self._layer_up, transfer, layer, low, high)
-            await self._workers.run(Lane.UP, event.wait)
-        if layer + 1 == self._arena.geometry.layers:
-            report = await self.verify(transfer)
-            if report.error is not None and report.arrived < count:
-                raise report.error
+            if high == count:
+                return event
+            low = high
+
+    async def over(self, event: Event | None) -> None:
+        """Wait for an event of the stream that leads up, for None until it has come to an end of what it has now."""
+        await self._over(Lane.UP, event)
 
     async def blocks(self, transfer: Transfer, low: int, high: int) -> Report:
         """Copy blocks `low` to `high` down into host memory, or from a disk up, each verified on the host's side."""
@@ -95,9 +96,9 @@ class DeviceCopier:
             return await self._inner.blocks(transfer, low, high)
         if transfer.to == 0:
             return await self._up(transfer, low, high)
-        async with self._ring.lend() as stage:
+        async with self._ring.lend(Lane.DOWN) as stage:
             event = await self._enqueued(Lane.DOWN, stage, self._down, transfer, low, high)
-        await self._workers.run(Lane.DOWN, event.wait)
+        await self._over(Lane.DOWN, event)
         return await self._workers.run(Lane.COPY, self._arrived, transfer, low, high)
 
     async def put(self, transfer: Transfer) -> Report:
@@ -106,9 +107,9 @@ class DeviceCopier:
             return await self._inner.put(transfer)
         total = Report(arrived=0)
         for low, high in self.chunks(transfer):
-            async with self._ring.lend() as stage:
+            async with self._ring.lend(Lane.DOWN) as stage:
                 event = await self._enqueued(Lane.DOWN, stage, self._to_host, transfer, low, high)
-                await self._workers.run(Lane.DOWN, event.wait)
+                await self._over(Lane.DOWN, event)
                 views = self._views(transfer, low, high, stage)
                 parent = total.keys[-1] if total.keys else transfer.parent_key
                 report = await self._inner.put_views(transfer, low, high, parent, views)
@@ -130,12 +131,12 @@ class DeviceCopier:
         return transfer.to == 0 or 0 in transfer.sources
 
     async def _up(self, transfer: Transfer, low: int, high: int) -> Report:
-        async with self._ring.lend() as stage:
+        async with self._ring.lend(Lane.UP) as stage:
             durable = any(self._stores[position].durable for position in transfer.sources[low:high])
             report = await self._workers.run(Lane.READ if durable else Lane.COPY, self._fetch, transfer, low, high, stage)
             if report.arrived:
                 event = await self._enqueued(Lane.UP, stage, self._from_host, transfer, low, low + report.arrived)
-                await self._workers.run(Lane.UP, event.wait)
+                await self._over(Lane.UP, event)
         return report
 
     def _views(self, transfer: Transfer, low: int, high: int, stage: Stage) -> list[Planes]:
@@ -148,6 +149,10 @@ class DeviceCopier:
     async def _enqueued(self, lane: Lane, stage: Stage, enqueue: Callable[..., None], *args: object) -> Event:
         """Have a copy enqueued by way of `stage`, and return its event; it is also in `stage.after`."""
         return await self._workers.run(Lane.COPY, self._enqueue, lane, stage, enqueue, args)
+
+    async def _over(self, lane: Lane, event: Event | None) -> None:
+        """Wait until a copy is over, also when a thread that waits for it dies."""
+        await outlive(self._workers, lane, self._wait, lane, event)
 
     # --- on worker threads ------------------------------------------------------------------------------------------------
 
@@ -165,6 +170,13 @@ class DeviceCopier:
                 raise
             stage.after = stream.record()
             return stage.after
+
+    def _wait(self, lane: Lane, event: Event | None) -> None:
+        if event is None:
+            stream, turn = self._streams[lane]
+            with turn:
+                event = stream.record()
+        event.wait()
 
     def _down(self, stream: Stream, stage: Stage, transfer: Transfer, low: int, high: int) -> None:
         """Enqueue the way from the device's pool to slots in host memory."""

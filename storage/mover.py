@@ -15,6 +15,7 @@ from functools import partial
 
 from tiercache.clock import MonotonicClock
 from tiercache.errors import StoreError, Untrusted, WorkerDied
+from tiercache.kernels.device import Event
 from tiercache.moves import Moves
 from tiercache.stats import Stats
 from tiercache.storage.copier import Copier, LayerCopier
@@ -24,18 +25,32 @@ from tiercache.transfer import Discard, Report, State, Transfer, Work
 log = logging.getLogger(__name__)
 
 
-class Flight:
-    """A transfer or a discard under way.
+class Layer:
+    """One layer of all blocks of a transfer, on its way into a device."""
 
-    `layers[i]` is set when layer `i` of all its blocks has arrived; where whole blocks are copied there are none.
-    """
+    __slots__ = ("event", "known")
+
+    def __init__(self) -> None:
+        self.known = asyncio.Event()
+        """Set when its copies are enqueued, and when the transfer has ended."""
+        self.event: Event | None = None
+        """When it will have arrived; None as long as nothing is enqueued of it, and for ever if nothing was."""
+
+    def comes(self, event: Event) -> None:
+        """Take note that it is enqueued."""
+        self.event = event
+        self.known.set()
+
+
+class Flight:
+    """A transfer or a discard under way. It has `layers` where they arrive one by one, and none where whole blocks are copied."""
 
     __slots__ = ("done", "layers", "report", "steps", "undone", "work")
 
     def __init__(self, work: Work, layers: int) -> None:
         self.work = work
         self.done = asyncio.Event()
-        self.layers = [asyncio.Event() for _ in range(layers)]
+        self.layers = [Layer() for _ in range(layers)]
         self.steps = 0
         """Pieces that have arrived: who waits sees by it whether anything still moves."""
         self.undone = False
@@ -181,11 +196,25 @@ class Mover:
         return Report(arrived=arrived)
 
     async def _copy_layers(self, transfer: Transfer, flight: Flight, by_layer: LayerCopier) -> Report:
-        report = await by_layer.verify(transfer)
-        for layer, ready in enumerate(flight.layers):
-            await by_layer.layer(transfer, layer, report.arrived)
-            ready.set()
-        return report
+        """Have all layers copied, one behind the other, and wait once, at the end.
+
+        A device can't check what arrived. So the sources are checked once more when all has: a block whose bytes are right before
+        all copies and after them had the right ones in between.
+        """
+        before = await by_layer.verify(transfer)
+        if not before.arrived:
+            return before
+        last: Event | None = None
+        try:
+            for number, layer in enumerate(flight.layers):
+                last = await by_layer.layer(transfer, number, before.arrived)
+                layer.comes(last)
+        except BaseException:
+            await by_layer.over(None)  # what is enqueued writes the slots, also when what was to follow it failed
+            raise
+        await by_layer.over(last)
+        after = await by_layer.verify(transfer)
+        return after if after.arrived < before.arrived else before
 
     async def _piece(self, flight: Flight, transfer: Transfer, low: int, high: int) -> Report:
         report = await self._copier.blocks(transfer, low, high)
@@ -262,8 +291,8 @@ class Mover:
 
     def _ended(self, flight: Flight, more: list[Work]) -> None:
         del self._flights[flight.work.number]
-        for ready in flight.layers:
-            ready.set()
+        for layer in flight.layers:
+            layer.known.set()
         flight.done.set()
         self.start(more)
         self._wake()

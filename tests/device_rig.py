@@ -143,7 +143,7 @@ async def device_house(
     Its copies pass by `copies`, if that is given.
     """
     device = LazyDevice(seed)
-    arena = DeviceArena(device, GEOMETRY, length=hbm * GEOMETRY.block_bytes)
+    arena = DeviceArena(device, GEOMETRY, device.allocate(hbm * GEOMETRY.block_bytes))
     ring = Ring(device, GEOMETRY, stages=stages, blocks=stage_blocks)
     memory = None if dram is None else HostMemory(block_first_slot_bytes(GEOMETRY) * dram)
     async with house_on(
@@ -161,7 +161,7 @@ async def pinned_house(
     device: D, folder: Path, *, hbm: int, dram: int, pool_of: Callable[[Pool], Bytes], chunk: int = CHUNK, stage_blocks: int = 1
 ) -> AsyncIterator[DeviceHouse[D]]:
     """Open a stack of so many slots a tier on any device, with two stages, above memory that is pinned for it."""
-    arena = DeviceArena(device, GEOMETRY, length=hbm * GEOMETRY.block_bytes)
+    arena = DeviceArena(device, GEOMETRY, device.allocate(hbm * GEOMETRY.block_bytes))
     memory = HostMemory(block_first_slot_bytes(GEOMETRY) * dram)
     pinning = Pinning(device, memory.array, slot_bytes=block_first_slot_bytes(GEOMETRY), chunk=chunk)
     try:

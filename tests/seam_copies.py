@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tiercache.kernels.device import Event
 from tiercache.storage.copier import Copier, LayerCopier
 from tiercache.transfer import Discard, Report, Transfer, Work
 
@@ -17,7 +18,8 @@ PATIENCE = 20.0
 class Step(NamedTuple):
     """One call of the copier: `blocks`, `put` or `discard`, or into a device `verify` or `layer`, before or after its copy.
 
-    `to` is the position of the tier that it writes (or discards from), `number` the layer, or the first of the blocks.
+    `to` is the position of the tier that it writes (or discards from), `number` the layer, the first of the blocks, or how many
+    checks of the transfer there were before.
     """
 
     kind: str
@@ -195,20 +197,26 @@ class HeldLayers:
     def __init__(self, inner: LayerCopier, copies: Copies) -> None:
         self._inner = inner
         self._copies = copies
+        self._checks = 0
 
     @property
     def layers(self) -> int:
         return self._inner.layers
 
     async def verify(self, transfer: Transfer) -> Report:
-        before = Step("verify", transfer.to, 0, False, transfer)
+        before = Step("verify", transfer.to, self._checks, False, transfer)
+        self._checks += 1
         await self._copies.pass_by(before)
         report = await self._inner.verify(transfer)
         await self._copies.pass_by(before._replace(after=True))
         return report
 
-    async def layer(self, transfer: Transfer, layer: int, count: int) -> None:
+    async def layer(self, transfer: Transfer, layer: int, count: int) -> Event:
         before = Step("layer", transfer.to, layer, False, transfer)
         await self._copies.pass_by(before)
-        await self._inner.layer(transfer, layer, count)
+        event = await self._inner.layer(transfer, layer, count)
         await self._copies.pass_by(before._replace(after=True))
+        return event
+
+    async def over(self, event: Event | None) -> None:
+        await self._inner.over(event)

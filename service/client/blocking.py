@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tiercache.errors import Closed
+from tiercache.kernels.device import Device
 from tiercache.service.client.client import BackOff, connect
 from tiercache.service.client.counts import ClientStats
 from tiercache.service.client.portal import Portal
@@ -41,8 +42,9 @@ class BlockingClient:
         join: bytes | None = None,
         back_off: BackOff | None = None,
         prefetch: object = "wait",
+        device: str | Device | None = None,
     ) -> None:
-        self._client = connect(address, deadline=deadline, join=join, back_off=back_off, prefetch=prefetch)
+        self._client = connect(address, deadline=deadline, join=join, back_off=back_off, prefetch=prefetch, device=device)
         self._portal: Portal | None = None
         self._closed = False
 
@@ -185,6 +187,7 @@ class BlockingHit:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the lease."""
+        self.hit.note_stream()  # this thread's, not that of the client's own thread
         try:
             self._client.run(self.hit.__aexit__(None, None, None))
         except Closed:
@@ -192,6 +195,7 @@ class BlockingHit:
 
     def release(self) -> None:
         """End the lease. Raises LeaseReleased when it has ended."""
+        self.hit.note_stream()
         self._client.run(self.hit.release())
 
     @property
@@ -232,7 +236,9 @@ class BlockingHit:
         async def view() -> tuple[torch.Tensor, ...]:
             return self.hit.view(block, layer)
 
-        return self._client.run(view())
+        seen = self._client.run(view())
+        self.hit.note_stream()
+        return seen
 
 
 class BlockingRoom:
@@ -249,6 +255,7 @@ class BlockingRoom:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Give back what was not committed."""
+        self._room.note_stream()
         try:
             self._client.run(self._room.__aexit__(None, None, None))
         except Closed:
