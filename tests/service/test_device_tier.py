@@ -35,7 +35,7 @@ from tests.service.caches import (
     tensor_of,
 )
 from tiercache.config import Config, Share
-from tiercache.errors import Closed, InvalidConfig, LeaseReleased, MemoryRefused
+from tiercache.errors import Closed, InvalidConfig, LeaseReleased, MemoryRefused, TierTooSmall
 from tiercache.kernels.device import LEAST_EXPORT
 from tiercache.kernels.host import Bytes
 from tiercache.kernels.lazy import LazyDevice, LazyMemory, pool_array
@@ -297,8 +297,9 @@ async def test_a_block_that_somebody_distrusts_is_looked_at_on_the_device(seed: 
 # --- beginning and end ----------------------------------------------------------------------------------------------------
 
 
-async def test_closing_waits_for_copies_then_unpins_then_gives_memory_back(seed: int, tmp_path: Path) -> None:
-    """With demotions under way, and a read whose caller has gone: nothing is unpinned before the device has done."""
+@pytest.mark.parametrize("demotes", [True, False])
+async def test_closing_waits_for_copies_then_unpins_then_gives_memory_back(seed: int, tmp_path: Path, demotes: bool) -> None:
+    """A read whose caller has gone is under way, with demotions or without: nothing is unpinned before the device has done."""
     card, rig = on_device(seed)
     rig.patience = PATIENCE
     cache = TierCache(small(device="cuda:0", directory=tmp_path / "kv"), seams=rig.seams())
@@ -313,7 +314,8 @@ async def test_closing_waits_for_copies_then_unpins_then_gives_memory_back(seed:
     card.held = True
     card.recorded = 0
     reading = asyncio.create_task(hit.gather())
-    demoting = stack.mover.start(stack.cache.moves.make_room(0, 1 << 20))
+    if demotes:
+        stack.mover.start(stack.cache.moves.make_room(0, 1 << 20))
     await until(lambda: card.recorded > 0)
     reading.cancel()
     closing = asyncio.create_task(cache.close())
@@ -325,7 +327,7 @@ async def test_closing_waits_for_copies_then_unpins_then_gives_memory_back(seed:
     await closing
     with pytest.raises(asyncio.CancelledError):
         await reading
-    del hit, kv, stack, demoting, reading
+    del hit, kv, stack, reading
     gc.collect()
 
     assert card.registered == [] and card.allocated == 0
@@ -390,6 +392,18 @@ async def test_a_model_that_finds_no_room_for_its_stages_leaves_nothing(seed: in
         tokens = prompt(seed, 2)
         await store(kv, tokens, space=OTHER)
         assert await read(kv, tokens, space=OTHER) == 2 * SIZE
+
+
+async def test_a_model_that_another_tier_is_too_small_for_leaves_nothing(seed: int, tmp_path: Path) -> None:
+    """What was pinned for it by then is not any more."""
+    card, rig = on_device(seed)
+    size = LARGE.block_bytes
+    config = Config.of(hbm=8 * size, dram=8 * size, ssd=4096, directory=str(tmp_path / "kv"), device="cuda:0")
+    async with TierCache(config, seams=rig.seams()) as cache:
+        with pytest.raises(TierTooSmall):
+            await cache.open(SPACE, LARGE)
+
+        assert card.registered == [] and card.left == ["pinned"]
 
 
 async def test_memory_that_can_not_be_pinned_is_told_and_works(seed: int) -> None:
