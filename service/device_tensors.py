@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import InvalidTensor
-from tiercache.kernels.device import Device, Pool
+from tiercache.kernels.device import Device, Memory, Pool
 from tiercache.service.tensors import is_regular
 from tiercache.spec import KVSpec
 from tiercache.storage.device_passage import Runner, Sheet
@@ -18,11 +18,19 @@ if TYPE_CHECKING:
     import torch
 
 
+_HOST = "cpu"
+
+
 class DeviceTensors:
     """What torch and a device know of each other. A test replaces `holds` and `pointer`, where torch knows no such device."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
+
+    @property
+    def enqueues(self) -> bool:
+        """Whether torch enqueues what it does in the device's memory; in the host's it is done when a call returns."""
+        return self.device.tensors != _HOST
 
     def holds(self, tensor: Any) -> bool:
         """Return whether `tensor` is one of torch's, and lies in the device's memory."""
@@ -66,6 +74,10 @@ class DeviceTensors:
         memory = self.device.borrow(tensor.data_ptr(), (planes - 1) * distance + blocks * unit, tensor)
         part = self.device.part
         return Sheet([Pool(part(memory, plane * distance, blocks * unit), 1, blocks, unit) for plane in range(planes)])
+
+    def address(self, memory: Memory) -> int:
+        """Return where the device's memory begins, in the device's addresses."""
+        return int(_torch().from_dlpack(self.device.array(memory, 1)).data_ptr())
 
     def block(self, pool: Pool, slot: int, spec: KVSpec) -> torch.Tensor:
         """Return a slot of the device in place as a tensor `[layers, parts, block_size, kv_heads, head_dim]`."""

@@ -6,14 +6,15 @@ session was handed, until that is over: when its connection for descriptors ends
 
 from __future__ import annotations
 
-import importlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tiercache.errors import DeviceRefused, InvalidConfig, MemoryRefused, StaleHandle
-from tiercache.kernels.device import Device, Pool
+from tiercache.kernels.device import Pool
 from tiercache.service import wire
 from tiercache.service.client.mapping import Grip, Memory
 from tiercache.service.client.own_device import OwnDevice
+from tiercache.service.device_tensors import DeviceTensors
 from tiercache.spec import Geometry, KVSpec
 from tiercache.storage.device_port import DevicePort
 from tiercache.storage.workers import Workers
@@ -46,11 +47,11 @@ class Opened:
 class DeviceSlots:
     """One tier's slots on a device, made by `open_slots`; copied by way of `port`."""
 
-    def __init__(self, memory: Memory, at: wire.ArenaAt, device: Device, opened: Opened, port: DevicePort) -> None:
+    def __init__(self, memory: Memory, at: wire.ArenaAt, opened: Opened, port: DevicePort, tensors: DeviceTensors) -> None:
         self._memory = memory
-        self._device = device
         self._opened = opened
         self.port = port
+        self.tensors = tensors
         self.capacity = at.slots
         self.unit_bytes = opened.pool().unit_bytes
         self.generations = memory.generations(at)
@@ -67,14 +68,10 @@ class DeviceSlots:
         What is made of the tensor keeps `grip` and the memory alive.
         """
         pool = self._opened.pool()
-        lib = importlib.import_module("torch")
-        start = lib.from_dlpack(self._device.array(pool.memory, 1)).data_ptr()
-        size = pool.planes * pool.slots * pool.unit_bytes
         # What another library makes of memory holds its owner, through every slice; no attribute of a tensor would be held so.
-        held = self._device.borrow(start, size, (grip, self._memory, pool.memory))
-        whole = lib.from_dlpack(self._device.array(held, pool.planes, pool.slots, pool.unit_bytes))
-        typed = whole[:, slot].view(getattr(lib, spec.dtype))
-        return typed.unflatten(0, (-1, spec.parts)).unflatten(2, (spec.block_size, spec.kv_heads, spec.head_dim))  # type: ignore[no-any-return]
+        size = pool.planes * pool.slots * pool.unit_bytes
+        held = self.tensors.device.borrow(self.tensors.address(pool.memory), size, (grip, self._memory, pool.memory))
+        return self.tensors.block(replace(pool, memory=held), slot, spec)
 
 
 async def open_slots(memory: Memory, at: wire.ArenaAt, geometry: Geometry, own: OwnDevice, workers: Workers) -> DeviceSlots:
@@ -98,4 +95,4 @@ async def open_slots(memory: Memory, at: wire.ArenaAt, geometry: Geometry, own: 
     except (InvalidConfig, MemoryRefused) as error:
         raise DeviceRefused(f"the daemon's {at.tier} tier lies on a device, and can't be opened: {error}") from error
     pool = Opened(Pool(opened, geometry.planes, at.slots, geometry.unit_bytes))
-    return DeviceSlots(memory, at, device, pool, DevicePort(device, pool.pool, geometry, ring, workers))
+    return DeviceSlots(memory, at, pool, DevicePort(device, pool.pool, geometry, ring, workers), own.tensors(device))

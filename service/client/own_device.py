@@ -6,39 +6,48 @@ import asyncio
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
-from tiercache.devices import CPU
+from tiercache.devices import CPU, require_name
 from tiercache.errors import DeviceRefused
 from tiercache.kernels.device import Device, Memory
-from tiercache.kernels.opening import open_device, require_name
+from tiercache.kernels.opening import open_device
+from tiercache.service.device_tensors import DeviceTensors
 from tiercache.spec import Geometry
 from tiercache.storage.staging import Ring
 from tiercache.storage.workers import Lane, Workers
 
-DEVICE_LANES = {Lane.UP: 1, Lane.DOWN: 1}
+DEVICE_LANES = {Lane.UP: 1, Lane.DOWN: 1, Lane.RUNNER: 1}
 """Threads that wait for a device, where a client has one."""
-_STAGES = 3
+_STAGES = 4
 _STAGE_BYTES = 16 << 20
-"""Two stages for one call, and one for another beside it. Every client on a card has these, on both sides of the bus."""
+"""Two stages each way, for one call at a time. Every client on a card has these, on both sides of the bus."""
 
 
 class OwnDevice:
     """A device by its name, opened when something is first asked of it; or one that is open; or none, also by the name `cpu`.
 
-    Raises InvalidConfig for a name that can't be a device's.
+    `opener` and `tensors` are for tests. Raises InvalidConfig for a name that can't be a device's.
     """
 
-    def __init__(self, given: str | Device | None = None, *, opener: Callable[[str], Device] = open_device) -> None:
+    def __init__(
+        self,
+        given: str | Device | None = None,
+        *,
+        opener: Callable[[str], Device] = open_device,
+        tensors: Callable[[Device], DeviceTensors] = DeviceTensors,
+    ) -> None:
         if given is not None and (isinstance(given, str) or not hasattr(given, "allocate")):
             given = require_name(given)
         self._given = None if given == CPU else given
         self._opener = opener
+        self.tensors = tensors
+        """What torch and an open device know of each other."""
         self._opening = asyncio.Lock()
         self._memory: WeakValueDictionary[bytes, Memory] = WeakValueDictionary()
         self._rings: WeakValueDictionary[Geometry, Ring] = WeakValueDictionary()
 
     @property
     def is_given(self) -> bool:
-        """Whether there is one, or its name. The client's workers have the lanes UP and DOWN then."""
+        """Whether there is one, or its name. The client's workers have lanes for it then."""
         return self._given is not None
 
     async def opened(self, workers: Workers) -> Device:

@@ -65,9 +65,15 @@ class RemoteHit:
         """End the lease. Raises LeaseReleased when it has ended."""
         self._leave(self._live())
 
+    def note_stream(self) -> None:
+        """Let the lease end after what the calling thread's stream on a device does with the tensors that `view` gave."""
+        if self._claim is not None:
+            self._claim.note()
+
     def _leave(self, claim: Claim) -> None:
         self._house.require_own()
         self._ended = True
+        claim.note()
         claim.leave()
 
     def _live(self) -> Claim:
@@ -218,6 +224,7 @@ class RemoteHit:
         claim.read_in_place()
         arena = claim.arenas[place.position]
         if isinstance(arena, DeviceSlots):
+            claim.note(arena)
             seen = arena.in_place(place.slot, spec, grip)[layer]
         else:
             planes = arena.in_place(place.slot, layer * spec.parts, (layer + 1) * spec.parts, grip)

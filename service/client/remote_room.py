@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tiercache.checks import integer
 from tiercache.errors import InvalidStart, LeaseReleased, StaleHandle, StoreError
+from tiercache.kernels.device import Event
 from tiercache.kernels.host import Bytes
 from tiercache.leases import Refusal
 from tiercache.service import tensors, wire
 from tiercache.service.client import copies
+from tiercache.service.client.afterwards import Afterwards
 from tiercache.service.client.counts import Miss
 from tiercache.service.client.device_slots import DeviceSlots
 from tiercache.service.client.handle import Handle, House
@@ -41,6 +44,7 @@ class Reserved:
         self.answered = reply is not None
         self.committed = 0
         self.closed = False
+        self._after: Afterwards | None = None
 
     def tensors(self, spec: KVSpec) -> list[torch.Tensor]:
         """Return all slots in place. Raises OSError when they can't be mapped, StaleHandle."""
@@ -49,8 +53,17 @@ class Reserved:
             if device is None:
                 found += [tensors.as_tensor(slot, spec, spec.block_size) for slot in self._writable(low, high)]
             else:
+                self._note(device)
                 found += [device.in_place(place.slot, spec, self) for place in self.places[low:high]]
         return found
+
+    def note_stream(self) -> Event | None:
+        """Let the slots' end come after what the calling thread's stream does with them.
+
+        Returns an event after what it does now; None where none of the slots was given out on a device.
+        """
+        runner = self._after.note() if self._after is not None else None
+        return runner.stream.record() if runner is not None else None
 
     async def fill(self, planes: Bytes, first: int) -> list[int]:
         """Copy a tensor's blocks into all slots; `planes` begins with block number `first` of the prompt. Returns their checksums.
@@ -66,14 +79,14 @@ class Reserved:
                 sums += await device.port.write(planes[:, (at + low) * unit : (at + high) * unit], self._numbers(low, high))
         return sums
 
-    async def seal(self, low: int, high: int) -> list[int]:
-        """Return the checksums of slots that were filled in place. Raises as `fill` does."""
+    async def seal(self, low: int, high: int, after: Event | None) -> list[int]:
+        """Return the checksums of slots that were filled in place, on a device when `after` has happened. Raises as `fill` does."""
         sums: list[int] = []
         for device, first, end in self._parts(low, high):
             if device is None:
                 sums += await self._house.workers.run(Lane.COPY, self._seal, first, end)
             else:
-                sums += await device.port.sums(self._numbers(first, end))
+                sums += await device.port.sums(self._numbers(first, end), after=after)
         return sums
 
     async def commit(self, upto: int, sums: Sequence[int]) -> bool:
@@ -93,8 +106,18 @@ class Reserved:
     def close(self) -> None:
         """Give back what was not committed. Closing it again does nothing."""
         if not self.closed and self._handle is not None and self._reply is not None:
-            self._handle.connection.close_reservation(self._reply.reservation)
+            close = partial(self._handle.connection.close_reservation, self._reply.reservation)
+            if self._after is None:
+                close()
+            else:
+                self._after.note()
+                self._after.then(close)
         self.closed = True
+
+    def _note(self, device: DeviceSlots) -> None:
+        if self._after is None:
+            self._after = Afterwards(self._house.workers, self._house.finishing)
+        self._after.note(device)
 
     def _parts(self, low: int, high: int) -> Iterator[tuple[DeviceSlots | None, int, int]]:
         if self._handle is None:
@@ -222,13 +245,20 @@ class RemoteRoom:
             reserved.places = []
             return []
 
-    async def commit(self, upto: int) -> int:
+    def note_stream(self) -> Event | None:
+        """Let the slots go back after what the calling thread's stream on a device does with them; return an event after that."""
+        return self._reserved.note_stream() if self._reserved is not None else None
+
+    def commit(self, upto: int) -> Coroutine[Any, Any, int]:
         """Hand the blocks that end at or before token `upto` of the prompt to the cache; return how many tokens are cached now.
 
         May be called again as more blocks get full. The checksum is taken here: what is written later is rot. Returns less
         than asked for when what comes before has been deleted meanwhile, and 0 when the daemon does not answer. Raises
-        InvalidStart for an `upto` outside the room.
+        InvalidStart for an `upto` outside the room. What the caller's stream has enqueued by now is written before that.
         """
+        return self._commit(upto, self.note_stream())
+
+    async def _commit(self, upto: int, after: Event | None) -> int:
         size = self._spec.block_size
         async with self._committing:  # two at once would both take the checksums of the first one's blocks
             reserved = self._live()
@@ -238,7 +268,7 @@ class RemoteRoom:
             sums: list[int] = []
             if end > reserved.committed:
                 try:
-                    sums = await reserved.seal(reserved.committed, end)
+                    sums = await reserved.seal(reserved.committed, end, after)
                 except (StoreError, StaleHandle) as error:
                     self._house.counts.missed(reason_of(error), str(error))
                     return first
