@@ -30,6 +30,8 @@ class Bus:
         self, device: Device, geometry: Geometry, memory: Memory, *, length: int, most: int, below: Bytes | None, slot_bytes: int
     ) -> None:
         self.device = device
+        self.slot_bytes = memory.size
+        """Bytes of the device's memory that the slots lie in, what is left over included."""
         self._abandoned = False
         self._handle: bytes | None = None
         self.arena = DeviceArena(device, geometry, memory, length=length, most=most)
@@ -54,6 +56,11 @@ class Bus:
     def below_bytes(self) -> int:
         """Bytes of host memory that are pinned, or would be."""
         return 0 if self._below is None else self._below.nbytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory below that are pinned."""
+        return 0 if self.pageable is not None else self.below_bytes
 
     def handle(self) -> bytes:
         """Return what another process opens the slots' memory by. Raises MemoryRefused where the driver refuses that, Closed."""
