@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tiercache.checks import hashable, integer, seconds
-from tiercache.errors import InvalidConfig, InvalidStart, TierCacheError, WorkerDied
+from tiercache.errors import InvalidConfig, InvalidStart, StoreError, TierCacheError, WorkerDied
 from tiercache.kernels.host import Bytes
 from tiercache.keys import pack_tokens
 from tiercache.leases import Refusal
@@ -27,6 +28,13 @@ from tiercache.types import Tier
 
 _PENDING_SECONDS = 5.0
 """How long the daemon lets a reserve wait for another writer of the same blocks, beyond its own deadline for room."""
+
+
+Filling = Callable[[Reserved], Coroutine[Any, Any, list[int]]]
+"""Copies blocks into reserved slots, and returns the checksums of what lies there then."""
+
+_FAILURES: Mapping[type[Exception], str] = {WorkerDied: copies.DIED, StoreError: "device", OSError: "unmapped"}
+"""What makes a copy fail, and the reason that it is counted by."""
 
 
 @dataclass(slots=True)
@@ -136,7 +144,12 @@ class RemoteKV:
         self._sessions.require_open()
         tensor = tensors.require(tensor, spec, count - start, "tensor")
         self._require_tier(tier)
-        return await self._store(self._key(tokens, packed), tier, start // size, tensors.planes_for_reading(tensor, spec))
+        planes, first = tensors.planes_for_reading(tensor, spec), start // size
+
+        async def fill(room: Reserved) -> list[int]:
+            return await self._house.workers.run(Lane.COPY, _scatter, room, planes, first)
+
+        return await self._store(self._key(tokens, packed), tier, first, fill)
 
     async def flush(self, tokens: Any) -> int:
         """Bring the cached prefix to the durable tier; return how many leading tokens would survive a loss of power now.
@@ -317,8 +330,8 @@ class RemoteKV:
         )
         return Reserved(self._house, None if isinstance(reply, Miss) else handle, None if isinstance(reply, Miss) else reply)
 
-    async def _store(self, key: bytes, tier: Tier | None, first: int, planes: Bytes) -> Stored:
-        """Store the blocks of `key` from block `first` on, whose bytes `planes` begins with."""
+    async def _store(self, key: bytes, tier: Tier | None, first: int, fill: Filling) -> Stored:
+        """Store the blocks of `key` from block `first` on, which `fill` copies."""
         size = self._spec.block_size
         whole = len(key) // self._stride
         stored, reached = 0, first
@@ -334,7 +347,7 @@ class RemoteKV:
                     reached = max(first, room.present)
                 break
             reached = room.present
-            done = await self._fill(room, planes, first)
+            done = await self._fill(room, fill)
             if done is None:
                 refusal = Refusal.UNREACHED
                 break
@@ -348,14 +361,15 @@ class RemoteKV:
         refused = whole - reached
         return Stored(stored * size, (reached - first - stored) * size, refused * size, refusal if refused else None)
 
-    async def _fill(self, room: Reserved, planes: Bytes, first: int) -> int | None:
+    async def _fill(self, room: Reserved, fill: Filling) -> int | None:
         """Copy into reserved slots and commit; return how many blocks were stored, None when there was no memory or answer."""
-        copying = self._house.finishing.start(self._house.workers.run(Lane.COPY, _scatter, room, planes, first))
+        copying = self._house.finishing.start(fill(room))
         try:
             sums = await asyncio.shield(copying)
-        except (OSError, WorkerDied) as error:
+        except tuple(_FAILURES) as error:
             room.close()
-            self._house.counts.missed(copies.DIED if isinstance(error, WorkerDied) else "unmapped", str(error))
+            reason = next(reason for kind, reason in _FAILURES.items() if isinstance(error, kind))
+            self._house.counts.missed(reason, str(error))
             return None
         except BaseException:
             # The thread may still be writing, and what it reads may be the caller's again: neither free nor cached.
