@@ -2,9 +2,9 @@
 
 A block in a tier is `[layers, parts, block_size, kv_heads, head_dim]`. An engine keeps a tensor a layer, with axes in an order of
 its own and strides between them. Such a tensor is seen here as *rows*: the longest runs of bytes that lie together in both. A block
-of a layer is a list of rows, so that a copy is one gather or one scatter of rows, on the host and on a device alike, and what a tier
-holds is the same whichever engine wrote it. Where K of a block lies in one piece a row is that piece; where heads come before tokens,
-or K and V are packed in the last axis, it is one head of one token.
+of a layer is a list of rows, so that a copy is one gather or one scatter of rows, on the host and on a device alike, and what a
+tier holds is the same whichever engine wrote it. Where K of a block lies in one piece a row is that piece; where heads come before
+tokens, or K and V are packed in the last axis, it is one head of one token.
 """
 
 from __future__ import annotations

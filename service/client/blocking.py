@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tiercache.errors import Closed
 from tiercache.kernels.device import Device
+from tiercache.service.client.blocking_engine import BlockingPaged
 from tiercache.service.client.client import BackOff, connect
 from tiercache.service.client.counts import ClientStats
 from tiercache.service.client.portal import Portal
@@ -151,6 +152,10 @@ class BlockingKV:
     def insert(self, tokens: Any, tensor: Any, *, start: int = 0, tier: Tier | None = None) -> Stored:
         """Store the KV of `tokens[start:]`, copying it."""
         return self._client.run(self._kv.insert(tokens, tensor, start=start, tier=tier))
+
+    def attach(self, tensors: Any, *, layout: str | None = None) -> BlockingPaged:
+        """Return an engine's own KV memory as what hits are loaded into and blocks are stored from."""
+        return BlockingPaged(self._client, self._client.run(self._kv.attach(tensors, layout=layout)))
 
     def flush(self, tokens: Any) -> int:
         """Bring the cached prefix to the durable tier; return how many leading tokens are durable."""

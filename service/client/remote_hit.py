@@ -113,6 +113,11 @@ class RemoteHit:
         return self._blocks
 
     @property
+    def policy(self) -> PrefetchPolicy | None:
+        """How long `ready` waits; None when it has been said what is readable."""
+        return None if self._settled else self._policy
+
+    @property
     def is_in_place(self) -> bool:
         """Whether the daemon has been told that the blocks are read in place."""
         return self._claim is not None and self._claim.in_place
@@ -169,7 +174,7 @@ class RemoteHit:
             good, reason = await self._house.finishing.outlast(self._shared(claim, places, planes))
             self._house.counts.read += good * spec.block_bytes
             if reason is not None:
-                self._cut(claim, good, reason)
+                self.cut(claim, good, reason)
         return out[:, :, : good * spec.block_size]
 
     async def layer(self, layer: int, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -196,7 +201,7 @@ class RemoteHit:
             try:
                 there = await (copy if out is None else self._house.finishing.outlast(copy))
             except WorkerDied:
-                self._cut(claim, 0, copies.DIED)
+                self.cut(claim, 0, copies.DIED)
             else:
                 if not there:
                     raise self._lost(claim)
@@ -232,7 +237,8 @@ class RemoteHit:
     def _require_layer(self, layer: int) -> None:
         integer(layer, 0, self._spec.layers - 1, "layer")
 
-    def _cut(self, claim: Claim, good: int, reason: str) -> None:
+    def cut(self, claim: Claim, good: int, reason: str) -> None:
+        """Shorten the hit to what is good, for a reason that is counted."""
         claim.cut(good, reason)
         self._blocks = min(self._blocks, good)
 
@@ -254,7 +260,7 @@ class RemoteHit:
                     good, reason = 0, copies.DIED
                 claim.verified += good
                 if reason is not None:
-                    self._cut(claim, claim.verified, reason)
+                    self.cut(claim, claim.verified, reason)
             return places[: claim.verified]
 
     async def _shared(self, claim: Claim, places: Sequence[wire.Place], planes: Bytes) -> tuple[int, str | None]:

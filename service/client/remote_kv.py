@@ -17,6 +17,7 @@ from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors, wire
 from tiercache.service.client import copies
 from tiercache.service.client.counts import Miss
+from tiercache.service.client.engine import PagedKV, attach
 from tiercache.service.client.handle import Claim, Handle, Sessions, Sharing
 from tiercache.service.client.mapping import Arena
 from tiercache.service.client.remote_hit import RemoteHit
@@ -135,21 +136,26 @@ class RemoteKV:
         If the caller is cancelled while bytes are copied, the copy goes on, the slots are given back after it, and nothing is
         committed: what the tensor held by then is not known.
         """
-        spec, size = self._spec, self._spec.block_size
-        packed = pack_tokens(tokens, limit=self._sessions.limit)
-        count = len(packed) // 4
-        integer(start, 0, count, "start", InvalidStart)
-        if start % size:
-            raise InvalidStart(f"start must be a multiple of the block size {size} from 0 to {count}, not {start!r}", value=start)
-        self._sessions.require_open()
+        spec = self._spec
+        key, count = self.part_of(tokens, start, tier)
         tensor = tensors.require(tensor, spec, count - start, "tensor")
-        self._require_tier(tier)
-        planes, first = tensors.planes_for_reading(tensor, spec), start // size
+        planes, first = tensors.planes_for_reading(tensor, spec), start // spec.block_size
 
         async def fill(room: Reserved) -> list[int]:
             return await self._house.workers.run(Lane.COPY, _scatter, room, planes, first)
 
-        return await self._store(self._key(tokens, packed), tier, first, fill)
+        return await self.store(key, tier, first, fill)
+
+    async def attach(self, tensors: Any, *, layout: str | None = None) -> PagedKV:
+        """Return an engine's own KV memory as what hits are loaded into and blocks are stored from.
+
+        `tensors` are the engine's, one a layer (or one whose first axis is the layers), on the host or on the device that `connect`
+        was given; they are kept, and stay the engine's. Their axes are one of `tiercache.storage.engine_memory.LAYOUTS`, with any
+        strides between blocks; where several fit, `layout` says which. Raises InvalidTensor, naming shape or strides, for what does
+        not hold blocks of this KV; DeviceRefused for another device than the client's, MemoryRefused when that has no room.
+        """
+        self._sessions.require_open()
+        return await attach(self._house, self, tensors, layout)
 
     async def flush(self, tokens: Any) -> int:
         """Bring the cached prefix to the durable tier; return how many leading tokens would survive a loss of power now.
@@ -330,8 +336,23 @@ class RemoteKV:
         )
         return Reserved(self._house, None if isinstance(reply, Miss) else handle, None if isinstance(reply, Miss) else reply)
 
-    async def _store(self, key: bytes, tier: Tier | None, first: int, fill: Filling) -> Stored:
-        """Store the blocks of `key` from block `first` on, which `fill` copies."""
+    def part_of(self, tokens: Any, start: int, tier: Tier | None) -> tuple[bytes, int]:
+        """Return the packed key of a prompt of which `tokens[start:]` are to be stored, and how many tokens it has.
+
+        Raises as `insert` does.
+        """
+        size = self._spec.block_size
+        packed = pack_tokens(tokens, limit=self._sessions.limit)
+        count = len(packed) // 4
+        integer(start, 0, count, "start", InvalidStart)
+        if start % size:
+            raise InvalidStart(f"start must be a multiple of the block size {size} from 0 to {count}, not {start!r}", value=start)
+        self._sessions.require_open()
+        self._require_tier(tier)
+        return self._key(tokens, packed), count
+
+    async def store(self, key: bytes, tier: Tier | None, first: int, fill: Filling) -> Stored:
+        """Store the blocks of `key` from block `first` on, which `fill` copies into their slots."""
         size = self._spec.block_size
         whole = len(key) // self._stride
         stored, reached = 0, first
