@@ -26,7 +26,7 @@ from tiercache.storage.mover import Mover
 from tiercache.storage.pinning import Pinning
 from tiercache.storage.slots import SlotPool
 from tiercache.storage.staging import Ring
-from tiercache.storage.workers import Lane, ThreadWorkers
+from tiercache.storage.workers import Lane, ThreadWorkers, Workers
 from tiercache.transfer import Transfer
 from tiercache.tree import path
 from tiercache.types import Tier
@@ -45,8 +45,11 @@ class Times(NamedTuple):
 class House:
     """A cache and its mover. Every block is `content(number)`."""
 
-    def __init__(self, rig: Rig, geometry: Geometry, pools: Sequence[SlotPool], arena: DeviceArena, dram: DramArena) -> None:
+    def __init__(
+        self, rig: Rig, geometry: Geometry, pools: Sequence[SlotPool], arena: DeviceArena, dram: DramArena, workers: Workers
+    ) -> None:
         self.rig = rig
+        self.workers = workers
         self.geometry = geometry
         self.arena = arena
         self.dram = dram
@@ -96,7 +99,10 @@ class House:
             transfer = self.cache.moves.plan_promote(lease.node, HBM, most=count)
             assert transfer is not None and transfer.count == count, "HBM is too small for the prompt"
             [flight] = self.mover.start([transfer])
-            await flight.layers[0].wait()
+            await flight.layers[0].known.wait()
+            event = flight.layers[0].event
+            if event is not None:
+                await self.workers.run(Lane.COPY, event.wait)
             until_first = time.perf_counter() - began
             report = await flight.wait()
             assert report is not None and report.error is None and report.arrived == count, report
@@ -150,8 +156,8 @@ async def house(
         if pinning.refused is not None:
             raise MemoryRefused(pinning.refused)
         below = DramArena(memory, geometry)
-        arena = DeviceArena(rig.device, geometry, length=hbm * geometry.block_bytes)
-        made = House(rig, geometry, (SlotPool(hbm), SlotPool(dram)), arena, below)
+        arena = DeviceArena(rig.device, geometry, rig.device.allocate(hbm * geometry.block_bytes))
+        made = House(rig, geometry, (SlotPool(hbm), SlotPool(dram)), arena, below, workers)
         stores = (arena, below)
         ring = Ring(rig.device, geometry, stages=stages, blocks=stage_blocks)
         copier = DeviceCopier(StoreCopier(stores, workers), stores, arena, rig.device, ring, workers, together=pinning.together)

@@ -56,18 +56,6 @@ def copy_run(blocks: Bytes, into: Bytes) -> None:
     np.copyto(into.reshape(planes, count, unit), blocks.transpose(1, 0, 2))
 
 
-def copy_layer(source: Bytes, into: Bytes, layer: int, parts: int) -> None:
-    """Copy the `parts` planes of one layer of a block to the same place of another block, `[planes, unit_bytes]` both.
-
-    Raises InvalidTensor, and copies nothing, if the shapes differ, either is not bytes, or the block has no such layer.
-    """
-    _require_same(source, into)
-    first = layer * parts
-    if layer < 0 or parts < 1 or first + parts > len(source):
-        raise InvalidTensor(f"a block of {len(source)} planes has no layer {layer} of {parts} planes", layer=layer, parts=parts)
-    np.copyto(into[first : first + parts], source[first : first + parts])
-
-
 def gather(arena: Bytes, slots: Sequence[int], into: Bytes) -> None:
     """Copy blocks out of layer-first memory: `into[i]` becomes the block in `slots[i]`.
 

@@ -199,6 +199,8 @@ class LazyDevice:
         """Copies that were asked for."""
         self.recorded = 0
         """Events that were."""
+        self.waited = 0
+        """Times that a thread waited for an event."""
         self.fails_after: int | None = None
         """From which piece of work on enqueueing fails."""
         self.choose: Callable[[list[LazyStream]], LazyStream] = random.Random(seed).choice
@@ -337,6 +339,7 @@ class LazyDevice:
     def wait_for(self, event: LazyEvent) -> None:
         """Stand in `Event.wait`. Raises StoreError for an event that never happens, or a copy whose memory was gone."""
         with self._happened:
+            self.waited += 1
             while not event.happened and not self.held and self.step():
                 pass
             if not self._happened.wait_for(lambda: event.happened, PATIENCE):

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tiercache.checks import hashable, integer
-from tiercache.errors import LeaseReleased, WorkerDied
+from tiercache.errors import LeaseReleased, StoreError
 from tiercache.leases import Lease
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors
@@ -143,8 +143,8 @@ class Hit:
         stack = self._desk.stack
         try:
             good = await stack.finishing.outlast(stack.reader.gather(places, planes)) if places else 0
-        except WorkerDied:
-            return out[:, :, : self._nothing()]
+        except StoreError as error:
+            return out[:, :, : self._nothing(error)]
         # Blocks are checked in their slots, after the copy: of what was released or given up meanwhile, other blocks may have been
         # copied, and the right ones may have come back by the check.
         lease, kept = self._live().lease, self._tokens // spec.block_size
@@ -172,8 +172,8 @@ class Hit:
             copy = stack.reader.layer(places, layer, tensors.planes_for_writing(whole, one))
             try:
                 await (copy if out is None else stack.finishing.outlast(copy))
-            except WorkerDied:
-                self._nothing()
+            except StoreError as error:
+                self._nothing(error)
         # Nothing verifies this copy: what was released or given up while the thread ran may hold another block's bytes.
         self._live()
         return tuple(whole[0, :, : self._tokens])
@@ -199,9 +199,9 @@ class Hit:
     def _require_layer(self, layer: int) -> None:
         integer(layer, 0, self._desk.spec.layers - 1, "layer")
 
-    def _nothing(self) -> int:
-        """Make this hit one of no tokens, and return that: the thread that read died, and what it left is not to be trusted."""
-        self._desk.stack.cache.stats.failed(WorkerDied.__name__)
+    def _nothing(self, error: StoreError) -> int:
+        """Make this hit one of no tokens, and return that: a thread died, or a device fails, and left what is not to be trusted."""
+        self._desk.stack.cache.stats.failed(type(error).__name__)
         self._tokens = 0
         return 0
 
@@ -213,8 +213,8 @@ class Hit:
             if rest:
                 try:
                     claim.verified += await self._desk.stack.reader.verify(rest)
-                except WorkerDied:
-                    self._nothing()
+                except StoreError as error:
+                    self._nothing(error)
                     return []
                 self._live()  # else the slots were perhaps another block's when they were looked at
                 if claim.verified < len(places):

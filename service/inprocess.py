@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-from itertools import accumulate, pairwise
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tiercache.config import Config
 from tiercache.errors import (
     Closed,
-    DirectoryRefused,
     InvalidSpec,
+    MemoryRefused,
     NoShare,
     SpecMismatch,
     StoreError,
-    TierCacheError,
     TierTooSmall,
     UnsupportedSpec,
 )
@@ -30,50 +25,37 @@ from tiercache.prefetch import PrefetchPolicy
 from tiercache.residency import Space
 from tiercache.service.desk import Desk
 from tiercache.service.face import Extent
-from tiercache.service.finishing import Finishing
 from tiercache.service.health import Examiner, Health
 from tiercache.service.invalidation import Choice, Invalidation, chosen_by, held_closed, held_open
 from tiercache.service.kv import LocalKV
 from tiercache.service.stack import Seams, Stack
-from tiercache.sizes import parse_size
-from tiercache.spec import ANY, ITEM_BYTES, Geometry, KVSpec, Namespace, Selection, Unsaid
-from tiercache.storage.arenas import DramArena, HostHbmArena
-from tiercache.storage.contract import Store
+from tiercache.service.tiers import Tiers
+from tiercache.spec import ANY, Geometry, KVSpec, Namespace, Selection, Unsaid
 from tiercache.storage.disk_room import DiskWatch
-from tiercache.storage.layouts import SLOT_ALIGNMENT
-from tiercache.storage.memory import HostMemory, require_memory
-from tiercache.storage.ssd import SsdStore, SsdTier
+from tiercache.storage.finishing import Finishing
+from tiercache.storage.memory import HostMemory
+from tiercache.storage.ssd import SsdStore
 from tiercache.storage.workers import Lane, LaneState, Workers
 from tiercache.types import Tier
 
 log = logging.getLogger(__name__)
 
-_ARENAS = {Tier.HBM: HostHbmArena, Tier.DRAM: DramArena}
-_GENERATION_BYTES = 4
-_DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
-"""A directory that is refused for these is the right one, on a disk that fails."""
-
 
 class TierCache:
     """All tiers of a configuration in this process; an async context manager.
 
-    Entering allocates the host memory for real, takes the SSD tier's directory, and makes what it holds findable; leaving
-    writes down what is not durable yet. `seams` is for tests.
+    Entering opens the device, allocates memory for real, takes the SSD tier's directory, and makes what it holds findable;
+    leaving writes down what is not durable yet. `seams` is for tests.
 
-    Entering raises MemoryRefused, DirectoryRefused or DirectoryLocked; nothing is left behind then. A disk that fails is no
-    reason not to start: the cache does without SSD until it is started anew, and `health` says so. Where SSD is the only tier
-    it raises StoreError.
+    Entering raises MemoryRefused, DirectoryRefused or DirectoryLocked, and InvalidConfig for a device that nothing here can open;
+    nothing is left behind then. A disk that fails is no reason not to start: the cache does without SSD until it is started anew,
+    and `health` says so. Where SSD is the only tier it raises StoreError.
     """
 
     def __init__(self, config: Config, *, seams: Seams | None = None) -> None:
         self.config = config
         self._seams = seams or Seams()
-        self._sizes = {tier.place: tier.bytes for tier in config.tiers}
-        self._memory: dict[Tier, HostMemory] = {}
-        self._generations: HostMemory | None = None
-        self._numbered = {tier: _numbers(config, size) for tier, size in self._sizes.items() if tier in _ARENAS}
-        """By memory tier, how many generations each share of it has, in the order of `_edges`."""
-        self._disk: SsdTier | None = None
+        self._tiers = Tiers(config, self._seams)
         self._stacks: dict[Geometry, Stack] = {}
         self._sessions: dict[Geometry, Session] = {}
         self._specs: dict[Namespace, set[KVSpec]] = {}
@@ -83,8 +65,6 @@ class TierCache:
         self._opening = asyncio.Lock()
         self._finishing = Finishing("tiercache-finish")
         self._closing: asyncio.Task[None] | None = None
-        self.ssd_faults: dict[str, str] = {}
-        """Why there is no SSD tier, by what is without it."""
         self.disk_watch: DiskWatch | None = None
         """The file system that holds the SSD tier; None where there is none."""
         self.examiner = Examiner(self, self._seams.clock)
@@ -106,20 +86,20 @@ class TierCache:
     async def _start(self) -> None:
         workers = self._seams.workers(self.config, self._seams.clock)
         try:
-            await workers.run(Lane.WRITE, self._allocate)
+            await workers.run(Lane.WRITE, self._tiers.allocate)
         except BaseException:
-            self._free()
+            self._tiers.free()
             workers.close()
             raise
         self._workers = workers
-        if self._disk is not None:
+        if self._tiers.disk is not None:
             self.disk_watch = DiskWatch(self.config.path, workers, self._seams.clock, self._seams.measure)
 
     def _abandon(self, starting: asyncio.Task[None]) -> None:
         if not starting.cancelled() and starting.exception() is None and self._workers is not None:
             self._workers.close()
             self._workers = None
-            self._free()
+            self._tiers.free()
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Write down what is not durable, and give everything back."""
@@ -149,51 +129,12 @@ class TierCache:
             end = self._seams.clock.now() + self.config.drain_seconds  # of all models together
             for stack in self._stacks.values():
                 await stack.close(max(0.0, end - self._seams.clock.now()))
-            if self._disk is not None:
-                await closers.run(Lane.WRITE, self._disk.close, self._seams.patience)
+            if self._tiers.disk is not None:
+                await closers.run(Lane.WRITE, self._tiers.disk.close, self._seams.patience)
         finally:
             closers.close()
             workers.close()
-            self._free()
-
-    def _allocate(self) -> None:
-        memory = {tier: size for tier, size in self._sizes.items() if tier in _ARENAS}
-        numbers = sum(map(sum, self._numbered.values())) * _GENERATION_BYTES
-        require_memory(sum(memory.values()) + numbers)
-        if memory:
-            self._generations = HostMemory(numbers, name="tiercache-generations")
-        for tier, size in memory.items():
-            self._memory[tier] = HostMemory(size, name=f"tiercache-{tier.name.lower()}")
-        if Tier.SSD in self._sizes:
-            try:
-                self._disk = SsdTier(
-                    self.config.path,
-                    codec=self.config.codec,
-                    batch_bytes=parse_size(self.config.batch_bytes),
-                    sync=self._seams.sync,
-                    values=self._seams.values,
-                )
-            except (StoreError, DirectoryRefused) as error:
-                # Any other directory is refused for what it is: a mistake, which is said at once rather than worked around.
-                if not memory or (isinstance(error, DirectoryRefused) and error.fields.get("errno") not in _DISK_ERRORS):
-                    raise
-                del self._sizes[Tier.SSD]
-                self._do_without("all blocks", error)
-
-    def _do_without(self, what: str, error: TierCacheError) -> None:
-        self.ssd_faults[what] = str(error)
-        log.error("going on without SSD for %s: %s", what, self.ssd_faults[what])
-
-    def _free(self) -> None:
-        for memory in self._memory.values():
-            memory.close()
-        self._memory.clear()
-        if self._generations is not None:
-            self._generations.close()
-            self._generations = None
-        if self._disk is not None:
-            self._disk.close(0.0)  # a second time, if it was closed in order; what hangs in it has been waited for
-            self._disk = None
+            self._tiers.free()
 
     # --- the face ---------------------------------------------------------------------------------------------------------
 
@@ -234,16 +175,20 @@ class TierCache:
             stack = self._stacks.get(spec.geometry)
             if stack is None:
                 share = self._share(spec)
-                stores = await workers.run(Lane.WRITE, self._open_stores, spec, share)
-                numbered = self._number_slots(stores, share)
-                stack = Stack(self.config, spec.geometry, spec.block_size, stores, workers, self._seams, numbered)
+                try:
+                    made = await workers.run(Lane.WRITE, self._tiers.open, spec, share)
+                except (TierTooSmall, MemoryRefused):
+                    self._taken.pop(spec.block_bytes, None)
+                    raise
+                size, of = spec.block_size, spec.geometry
+                stack = Stack(self.config, of, size, made.stores, workers, self._seams, made.generations, bus=made.bus)
                 await stack.begin()
                 self._stacks[spec.geometry] = stack
                 self._sessions[spec.geometry] = stack.cache.begin_session()
             self._specs.setdefault(space, set()).add(spec)
-            if self._disk is not None:
+            if self._tiers.disk is not None:
                 try:
-                    await workers.run(Lane.WRITE, self._disk.remember, space, spec)
+                    await workers.run(Lane.WRITE, self._tiers.disk.remember, space, spec)
                 except StoreError as error:  # a full disk: its blocks are found again by their digest, only their name is not
                     stack.cache.stats.failed(type(error).__name__)
                     log.warning("the name of a namespace was not written down: %s", str(error))
@@ -259,6 +204,11 @@ class TierCache:
         return self._workers.lanes() if self._workers is not None else ()
 
     @property
+    def ssd_faults(self) -> Mapping[str, str]:
+        """Why there is no SSD tier, by what is without it."""
+        return self._tiers.disk_faults
+
+    @property
     def ssd_limit(self) -> int:
         """How many bytes the SSD tier's files of blocks may take together, for the models that are open."""
         return sum(store.limit_bytes for stack in self.stacks for store in stack.stores if isinstance(store, SsdStore))
@@ -266,7 +216,7 @@ class TierCache:
     @property
     def aside(self) -> Path | None:
         """The folder that unreadable files of the SSD tier were moved to since the start; None if there were none."""
-        return self._disk.aside if self._disk is not None else None
+        return self._tiers.disk.aside if self._tiers.disk is not None else None
 
     async def invalidate(
         self,
@@ -299,8 +249,8 @@ class TierCache:
             async with self._opening:
                 known = await self.known_spaces()
                 going.clear(self.stacks, known)
-                if self._disk is not None:
-                    await workers.run(Lane.WRITE, going.forget_closed, self._disk, frozenset(self._stacks), known)
+                if self._tiers.disk is not None:
+                    await workers.run(Lane.WRITE, going.forget_closed, self._tiers.disk, frozenset(self._stacks), known)
         finally:
             await going.forgotten()
         return going.extents
@@ -316,8 +266,8 @@ class TierCache:
         async with self._opening:
             known = await self.known_spaces()
             found = held_open(self.stacks, known, choose)
-            if self._disk is not None:
-                found += await workers.run(Lane.READ, held_closed, self._disk, frozenset(self._stacks), known, choose)
+            if self._tiers.disk is not None:
+                found += await workers.run(Lane.READ, held_closed, self._tiers.disk, frozenset(self._stacks), known, choose)
         return found
 
     async def check(self) -> dict[str, int]:
@@ -351,25 +301,25 @@ class TierCache:
     async def known_spaces(self) -> dict[bytes, tuple[Namespace, KVSpec]]:
         """Return the namespaces that this run opened, and those that the SSD tier knows of earlier ones, by digest."""
         workers = self.require_open()
-        found = await workers.run(Lane.READ, self._disk.namespaces) if self._disk is not None else {}
+        found = await workers.run(Lane.READ, self._tiers.disk.namespaces) if self._tiers.disk is not None else {}
         return {**found, **self.spaces}
 
     @property
     def memory(self) -> tuple[HostMemory, ...]:
-        """The memories of the tiers that can be mapped, the fastest tier first. Raises Closed."""
+        """The host memories of the tiers that can be mapped, the fastest tier first. Raises Closed."""
         self.require_open()
-        return tuple(self._memory.values())
+        return tuple(self._tiers.memory.values())
 
     @property
     def memory_tiers(self) -> tuple[Tier, ...]:
         """The tiers of `memory`, in its order."""
-        return tuple(self._memory)
+        return tuple(self._tiers.memory)
 
     @property
     def generations(self) -> HostMemory | None:
         """The memory of the generations of all slots that can be mapped; None when there are none. Raises Closed."""
         self.require_open()
-        return self._generations
+        return self._tiers.generations
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
@@ -413,60 +363,3 @@ class TierCache:
         raise NoShare(
             f"no share of the tiers is for blocks of {size} bytes; the configuration has shares for {known}", block_bytes=size
         )
-
-    def _open_stores(self, spec: KVSpec, share: int) -> list[Store]:
-        stores: list[Store] = []
-        try:
-            for tier, size in self._sizes.items():
-                offset, end = _edges(self.config, size)[share]
-                if tier in _ARENAS:
-                    most = self._numbered[tier][share]
-                    stores.append(_ARENAS[tier](self._memory[tier], spec.geometry, offset=offset, length=end - offset, most=most))
-                else:
-                    assert self._disk is not None
-                    try:
-                        item_bytes = ITEM_BYTES[spec.dtype]
-                        stores.append(self._disk.open(spec.geometry, capacity_bytes=end - offset, item_bytes=item_bytes))
-                    except StoreError as error:
-                        if not stores:
-                            raise
-                        self._do_without(f"blocks of {spec.block_bytes} bytes", error)
-        except BaseException as error:
-            for store in stores:
-                store.close()
-            if isinstance(error, TierTooSmall):
-                self._taken.pop(spec.block_bytes, None)
-            raise
-        return stores
-
-    def _number_slots(self, stores: list[Store], share: int) -> dict[Tier, tuple[int, NDArray[np.uint32]]]:
-        """Return where the generations of each mapped tier's slots begin, in bytes, and themselves. Raises Closed."""
-        found: dict[Tier, tuple[int, NDArray[np.uint32]]] = {}
-        for store in stores:
-            if store.tier in _ARENAS:
-                if self._generations is None:
-                    raise Closed("the cache was closed while the disk hung")
-                faster = (numbers for tier, numbers in self._numbered.items() if tier > store.tier)
-                begin = sum(map(sum, faster)) + sum(self._numbered[store.tier][:share])
-                whole = self._generations.array.view(np.uint32)
-                found[store.tier] = begin * _GENERATION_BYTES, whole[begin : begin + store.capacity]
-        return found
-
-
-def _edges(config: Config, size: int) -> list[tuple[int, int]]:
-    """Return where the shares of a tier of `size` bytes begin and end, at page boundaries or the tier's end.
-
-    Both ends by one rule: where a share ends the next one begins, and no byte is in two.
-    """
-    ends = list(accumulate(share.fraction for share in config.shares)) or [1.0]
-    places = [0, *(size if end > 1 - 1e-9 else int(size * end) // SLOT_ALIGNMENT * SLOT_ALIGNMENT for end in ends)]
-    return list(pairwise(places))
-
-
-def _numbers(config: Config, size: int) -> list[int]:
-    """Return how many slots each share of a tier of `size` bytes can have: all that are a page and more, and some smaller ones.
-
-    So the slots of one share take no generations from those of another, however small they are.
-    """
-    lengths = [end - begin for begin, end in _edges(config, size)]
-    return [max(length // SLOT_ALIGNMENT, min(length // 64, 1 << 16), 1) for length in lengths]

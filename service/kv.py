@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tiercache.checks import integer
-from tiercache.errors import InvalidStart, WorkerDied
+from tiercache.errors import InvalidStart, StoreError
 from tiercache.keys import pack_tokens
 from tiercache.leases import Refusal, Reservation
 from tiercache.prefetch import PrefetchPolicy
@@ -169,8 +169,8 @@ class LocalKV:
             places = [Place(position, slot, 0) for position, slot in room.places]
             try:
                 sums = await self._desk.stack.reader.scatter(planes, room.present - first, places)
-            except WorkerDied:  # what it was to store is refused
-                self._desk.stack.cache.stats.failed(WorkerDied.__name__)
+            except StoreError as error:  # a thread died, or a device fails: what it was to store is refused
+                self._desk.stack.cache.stats.failed(type(error).__name__)
                 return 0
             return self._desk.commit(room, len(room.blocks), sums)
         finally:

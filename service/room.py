@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from tiercache.checks import integer
-from tiercache.errors import InvalidStart, LeaseReleased, WorkerDied
+from tiercache.errors import InvalidStart, LeaseReleased, StoreError
 from tiercache.leases import Reservation
 from tiercache.service import tensors
 from tiercache.service.desk import Desk
@@ -75,7 +75,7 @@ class Room:
         """Hand the blocks that end at or before token `upto` of the prompt to the cache; return how many tokens are cached now.
 
         May be called again as more blocks get full. The checksum is taken here: what is written later is rot. Returns less
-        than asked for when what comes before has been deleted meanwhile, or the thread died that took the checksums. Raises
+        than asked for when what comes before has been deleted meanwhile, or the checksums could not be taken. Raises
         InvalidStart for an `upto` outside the room.
         """
         size = self._desk.spec.block_size
@@ -87,8 +87,8 @@ class Room:
             places = self._places(reservation)[reservation.committed : end]
             try:
                 sums = await self._desk.stack.reader.seal(places) if places else []
-            except WorkerDied:  # nothing of this call is cached; it can be asked for again
-                self._desk.stack.cache.stats.failed(WorkerDied.__name__)
+            except StoreError as error:  # nothing of this call is cached; it can be asked for again
+                self._desk.stack.cache.stats.failed(type(error).__name__)
                 return first
             done = self._desk.commit(self._live(), max(end, reservation.committed), sums)
             return (reservation.present + done) * size

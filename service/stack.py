@@ -15,21 +15,28 @@ from tiercache.audit import check
 from tiercache.cache import Cache
 from tiercache.clock import Clock, MonotonicClock
 from tiercache.config import Config
-from tiercache.errors import StoreError
+from tiercache.devices import CPU
+from tiercache.errors import StoreError, WorkerDied
+from tiercache.kernels.device import Device
+from tiercache.kernels.opening import open_device
 from tiercache.keys import Digest, sha256
 from tiercache.leases import Lease
 from tiercache.pace import Pace
 from tiercache.policy import LRU, PolicyFactory
 from tiercache.restore import Stored, restore
-from tiercache.service.finishing import Finishing
 from tiercache.service.writing import write_policy
 from tiercache.sizes import parse_size
 from tiercache.spec import Geometry
 from tiercache.storage.contract import Store
 from tiercache.storage.copier import Copier, StoreCopier
+from tiercache.storage.device_bus import Bus
+from tiercache.storage.device_copier import DeviceCopier
+from tiercache.storage.device_port import DevicePort
+from tiercache.storage.device_reader import DeviceReader
 from tiercache.storage.disk_room import DiskRoom, measure
+from tiercache.storage.finishing import Finishing
 from tiercache.storage.mover import Mover
-from tiercache.storage.reader import Place, Reader
+from tiercache.storage.reader import Place, Reader, SlotReader
 from tiercache.storage.slots import SlotPool
 from tiercache.storage.ssd import SsdStore
 from tiercache.storage.ssd_values import LmdbValues
@@ -46,6 +53,9 @@ log = logging.getLogger(__name__)
 _WRITERS = 4
 """Threads that hand writes to the store: it does one after the other, and what waits together in one transaction."""
 
+_WAITERS = 2
+"""Threads that wait for a device each way: for a transfer, and for a reader or writer beside it."""
+
 BATCHES = 8
 """Write transactions in one move to the disk: while one is written the next is brought together, and one sync and one transaction
 of the metadata end them all. On a disk that is too slow for that a move takes fewer, down to one (`_move_seconds`)."""
@@ -57,8 +67,13 @@ _SWEEP_PAUSE = 60.0
 
 
 def _threads(config: Config, clock: Clock) -> Workers:
+    return ThreadWorkers(lanes_of(config), clock=clock)
+
+
+def lanes_of(config: Config) -> dict[Lane, int]:
+    """Return how many threads a cache has in which lane."""
     counts = {Lane.COPY: config.copy_threads, Lane.READ: config.read_threads, Lane.WRITE: _WRITERS, Lane.WATCH: 1}
-    return ThreadWorkers(counts, clock=clock)
+    return counts if config.device == CPU else {**counts, Lane.DOWN: _WAITERS, Lane.UP: _WAITERS}
 
 
 def _as_it_is(copier: Copier) -> Copier:
@@ -67,7 +82,7 @@ def _as_it_is(copier: Copier) -> Copier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seams:
-    """What a test replaces: time, threads, copies, the disk, digests, the policy. Each default is what production runs.
+    """What a test replaces: time, threads, the device, copies, the disk, digests, the policy. Each default is production's.
 
     `values` is the class whose three operations touch the SSD tier's data, `measure` what looks at its file system. `retry` is
     how many seconds a store that refused is left alone, `patience` how many closing gives moves under way beyond what it may
@@ -78,6 +93,7 @@ class Seams:
 
     clock: Clock = field(default_factory=MonotonicClock)
     workers: Callable[[Config, Clock], Workers] = _threads
+    device: Callable[[str], Device] = open_device
     copier: Callable[[Copier], Copier] = _as_it_is
     values: type[LmdbValues] = LmdbValues
     sync: bool = True
@@ -106,6 +122,7 @@ class Stack:
     """Everything of one geometry. `stores` are fastest first; the last one may be an SsdStore, which is loaded here.
 
     `generations` says where the generations of a tier's slots are kept that other processes map: at which byte, and the array.
+    `bus` is what they have of a device, when the first store is on one.
     """
 
     def __init__(
@@ -117,12 +134,15 @@ class Stack:
         workers: Workers,
         seams: Seams,
         generations: Mapping[Tier, tuple[int, NDArray[np.uint32]]] | None = None,
+        *,
+        bus: Bus | None = None,
     ) -> None:
         self.geometry = geometry
         self.block_size = block_size
         self.stores = tuple(stores)
         self.memory = sum(1 for store in stores if not store.durable)
-        """How many tiers, from the fastest on, can be read and written in place."""
+        """How many tiers, from the fastest on, can be read and written: a device's in place by the device alone."""
+        self.bus = bus
         self._kept = 0
         self._workers = workers
         self._config = config
@@ -152,7 +172,17 @@ class Stack:
             pace=Pace(BATCHES * batch // geometry.block_bytes, least=batch // geometry.block_bytes, seconds=_move_seconds(config)),
             lease_share=config.lease_share,
         )
-        copier = seams.copier(StoreCopier(stores, workers, digest=seams.digest))
+        inner = StoreCopier(stores, workers, digest=seams.digest)
+        copier: Copier = inner
+        self.reader: SlotReader = Reader(stores, workers, block_size=block_size, threads=config.copy_threads)
+        self.port: DevicePort | None = None
+        """To the slots of a device; None where there is none."""
+        if bus is not None:
+            arena, device = bus.arena, bus.device
+            copier = DeviceCopier(inner, stores, arena, device, bus.ring, workers, together=bus.together)
+            self.port = DevicePort(device, lambda: arena.pool, geometry, bus.ring, workers)
+            self.reader = DeviceReader(self.reader, device, arena, self.port)
+        copier = seams.copier(copier)
         self.troubles = Troubles(seams.clock)
         self.mover = Mover(self.cache.moves, copier, self.cache.stats, retry_seconds=seams.retry, troubles=self.troubles)
         self.traffic = Traffic(
@@ -166,7 +196,6 @@ class Stack:
             watermark_high=config.watermark_high,
         )
         self.writes = write_policy(config, self.cache, self.traffic)
-        self.reader = Reader(stores, workers, block_size=block_size, threads=config.copy_threads)
         self._sweeping: asyncio.Task[None] | None = None
         self.sweep_fault: str | None = None
         """Why comparing metadata with data does not go on; None while it does, and when it is done."""
@@ -253,7 +282,7 @@ class Stack:
             await asyncio.wait([self._sweeping])
         await self.writes.close()
         await self.traffic.close()
-        await self.finishing.wait()
+        idle = await self._finished()
         for session in list(self.cache.sessions):
             self.cache.end_session(session)
         self.mover.start(self.cache.inflight.take_waste())
@@ -272,12 +301,36 @@ class Stack:
                     await self._workers.run(Lane.WRITE, self._leave_order, self._disk)
             except (StoreError, TimeoutError) as error:
                 log.warning("the order of use was not written down: %s", str(error))
+        await self._leave_device(idle=idle and not self.mover.busy)
         for store in self.stores:
-            if store is not self._disk:
+            if store is not self._disk and (self.bus is None or store is not self.bus.arena):
                 store.close()
         for pool in self._pools:
             pool.detach()
         return lost
+
+    async def _finished(self) -> bool:
+        """Wait for the copies of readers and writers; return whether all are over. A device that hangs is not waited for."""
+        try:
+            async with asyncio.timeout(None if self.port is None else self._patience):
+                await self.finishing.wait()
+                if self.port is not None:
+                    await self.port.settle()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _leave_device(self, *, idle: bool) -> None:
+        """Unpin and let go of the device's slots; unless it is `idle`, nothing that it may still touch is given back."""
+        if self.bus is None:
+            return
+        if not idle:
+            self.bus.abandon()
+            return
+        try:
+            await self._workers.run(Lane.COPY, self.bus.close)
+        except WorkerDied:  # who owns the memory does it again, before it gives that back
+            log.warning("the thread died that was to unpin memory")
 
     def _leave_order(self, disk: SsdStore) -> None:
         position = len(self.stores) - 1

@@ -119,7 +119,7 @@ def new(shape: Sequence[int], dtype: str) -> torch.Tensor:
 
 def planes_for_reading(tensor: torch.Tensor, spec: KVSpec) -> Bytes:
     """Return the tensor's bytes as `[planes, tokens * token_bytes]`, of a contiguous copy where that is needed."""
-    return _planes(tensor if _is_regular(tensor) else tensor.contiguous(), spec)
+    return _planes(tensor if is_regular(tensor) else tensor.contiguous(), spec)
 
 
 def planes_for_writing(tensor: torch.Tensor, spec: KVSpec) -> Bytes:
@@ -128,19 +128,24 @@ def planes_for_writing(tensor: torch.Tensor, spec: KVSpec) -> Bytes:
     Tokens of a plane must be contiguous and planes evenly spaced (a slice of a longer tensor along tokens is), each with memory
     of its own. Raises InvalidTensor, naming the strides, where they are not.
     """
-    if not _is_regular(tensor):
+    if not is_regular(tensor):
         raise InvalidTensor(f"out has strides {tensor.stride()}; each layer's tokens must be contiguous", found=tensor.stride())
     return _planes(tensor, spec)
 
 
-def as_tensor(planes: Bytes, spec: KVSpec, tokens: int) -> torch.Tensor:
-    """Return bytes `[n * parts, tokens * token_bytes]` in place as a tensor `[n, parts, tokens, kv_heads, head_dim]`."""
+def as_tensor(planes: Any, spec: KVSpec, tokens: int) -> torch.Tensor:
+    """Return bytes `[n * parts, tokens * token_bytes]` in place as a tensor `[n, parts, tokens, kv_heads, head_dim]`.
+
+    They are numpy's, or an array of another library on a device, which torch takes by DLPack.
+    """
     lib = _torch()
-    typed = lib.from_numpy(planes).view(getattr(lib, spec.dtype))
+    taken = lib.from_numpy(planes) if isinstance(planes, np.ndarray) else lib.from_dlpack(planes)
+    typed = taken.view(getattr(lib, spec.dtype))
     return typed.unflatten(0, (-1, spec.parts)).unflatten(2, (tokens, spec.kv_heads, spec.head_dim))  # type: ignore[no-any-return]
 
 
-def _is_regular(tensor: torch.Tensor) -> bool:
+def is_regular(tensor: torch.Tensor) -> bool:
+    """Return whether tokens of a plane are contiguous and planes evenly spaced, each with memory of its own."""
     layer, part, token, head, item = tensor.stride()
     _, parts, tokens, heads, dim = tensor.shape
     inside = (item == 1 or dim == 1) and (head == dim or heads == 1) and (token == heads * dim or tokens == 1)

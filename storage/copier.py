@@ -1,4 +1,8 @@
-"""The copies of a transfer, as the mover asks for them: the seam where tests hold, fail and reorder them."""
+"""The copies of a transfer, as the mover asks for them: the seam where tests hold, fail and reorder them.
+
+Between memories of the host whole blocks are copied: nobody reads a layer where it goes before all of the block is there, and each
+layer would be a hand-over between the loop and a thread. A copier for which single layers are of use says so (`by_layer`).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tiercache.errors import StoreError, Untrusted
-from tiercache.kernels.host import copy_layer
+from tiercache.kernels.device import Event
 from tiercache.keys import Digest, block_keys, sha256
-from tiercache.storage.checksum import verify
 from tiercache.storage.contract import Planes, Put, Store
 from tiercache.storage.workers import Lane, Workers
 from tiercache.transfer import Discard, Report, Transfer
@@ -18,20 +21,12 @@ from tiercache.types import Identity
 class Copier(Protocol):
     """What the mover has done for it. Each call is one piece of work away from the event loop."""
 
-    def layers(self, transfer: Transfer) -> int:
-        """Return how many layers the blocks have."""
+    def by_layer(self, transfer: Transfer) -> LayerCopier | None:
+        """Return who copies the transfer layer by layer; None where it goes in whole blocks."""
         ...
 
     def chunks(self, transfer: Transfer) -> Sequence[tuple[int, int]]:
         """Return the pieces, as ranges of blocks, in which the transfer is best copied."""
-        ...
-
-    async def verify(self, transfer: Transfer) -> Report:
-        """Check the blocks where they lie; report how many leading ones are sound."""
-        ...
-
-    async def layer(self, transfer: Transfer, layer: int, count: int) -> None:
-        """Copy one layer of the first `count` blocks; the last layer checks the whole copies. Raises Untrusted."""
         ...
 
     async def blocks(self, transfer: Transfer, low: int, high: int) -> Report:
@@ -47,6 +42,30 @@ class Copier(Protocol):
         ...
 
 
+class LayerCopier(Protocol):
+    """What the mover has done of a transfer whose layers arrive one after the other, for all its blocks."""
+
+    @property
+    def layers(self) -> int:
+        """How many layers the blocks have."""
+        ...
+
+    async def verify(self, transfer: Transfer) -> Report:
+        """Check the blocks where they lie; report how many leading ones are sound."""
+        ...
+
+    async def layer(self, transfer: Transfer, layer: int, count: int) -> Event:
+        """Have one layer of the first `count` blocks copied, behind the layers before it; return the event of its arrival."""
+        ...
+
+    async def over(self, event: Event | None) -> None:
+        """Wait until an event of `layer` has happened; None: all that was enqueued by now, whatever failed.
+
+        Raises StoreError when a copy before it failed.
+        """
+        ...
+
+
 class StoreCopier:
     """Copies between stores (one a tier position) in the lanes of `workers`. `digest` makes the durable keys."""
 
@@ -56,21 +75,13 @@ class StoreCopier:
         self._digest = digest
         self._chunk = max(1, chunk_bytes // stores[0].geometry.block_bytes)
 
-    def layers(self, transfer: Transfer) -> int:
-        """Return how many layers the blocks have."""
-        return self._stores[transfer.to].geometry.layers
+    def by_layer(self, transfer: Transfer) -> LayerCopier | None:
+        """Return None: whole blocks are copied."""
+        return None
 
     def chunks(self, transfer: Transfer) -> Sequence[tuple[int, int]]:
         """Return ranges of a few MiB, so that several threads share one transfer."""
         return [(low, min(low + self._chunk, transfer.count)) for low in range(0, transfer.count, self._chunk)]
-
-    async def verify(self, transfer: Transfer) -> Report:
-        """Check every block in its source slot."""
-        return await self._workers.run(Lane.COPY, self._verify, transfer)
-
-    async def layer(self, transfer: Transfer, layer: int, count: int) -> None:
-        """Copy one layer of the first `count` blocks from slot to slot."""
-        await self._workers.run(Lane.COPY, self._layer, transfer, layer, count)
 
     async def blocks(self, transfer: Transfer, low: int, high: int) -> Report:
         """Copy blocks into slots that are memory."""
@@ -91,28 +102,6 @@ class StoreCopier:
 
     # --- on worker threads ------------------------------------------------------------------------------------------------
 
-    def _verify(self, transfer: Transfer) -> Report:
-        for block in range(transfer.count):
-            store = self._stores[transfer.sources[block]]
-            slot = transfer.slots_from[block]
-            view = store.view(slot)
-            assert view is not None, "a layer-wise copy reads from memory"
-            try:
-                verify(view, transfer.checksums[block], f"{store.tier} slot {slot}")
-            except Untrusted as error:
-                return Report(arrived=block, error=error, rotten=True)
-        return Report(arrived=transfer.count)
-
-    def _layer(self, transfer: Transfer, layer: int, count: int) -> None:
-        target = self._stores[transfer.to]
-        for block in range(count):
-            source = self._stores[transfer.sources[block]].view(transfer.slots_from[block])
-            into = target.view(transfer.slots_to[block])
-            assert source is not None and into is not None
-            copy_layer(source, into, layer, target.geometry.parts)
-            if layer + 1 == target.geometry.layers:
-                verify(into, transfer.checksums[block], f"copy in {target.tier} slot {transfer.slots_to[block]}")
-
     def _blocks(self, transfer: Transfer, low: int, high: int) -> Report:
         target = self._stores[transfer.to]
         targets: list[Planes] = []
@@ -128,35 +117,35 @@ class StoreCopier:
         A block that can't be read is given up where its store reads others: who was promised it computes it anew, and can store
         it anew. Where the store reads nothing, all of it would be given up for what may pass.
         """
-        known = identities(transfer, transfer.keys)
+        known = _known(transfer, low, low + len(targets))
         for arrived, into in enumerate(targets):
-            block = low + arrived
             try:
-                self._fetch(transfer, block, known, into)
+                self._fetch(transfer, low + arrived, known[arrived], into)
             except Untrusted as error:
                 return Report(arrived=arrived, error=error, rotten=True)
             except StoreError as error:
-                alone = arrived > 0 or self._reads_another(transfer, block, known, into)
+                alone = arrived > 0 or self._reads_another(transfer, low, into)
                 return Report(arrived=arrived, error=error, rotten=alone, unread=not alone)
         return Report(arrived=len(targets))
 
-    def _fetch(self, transfer: Transfer, block: int, known: Sequence[Identity], into: Planes) -> None:
+    def _fetch(self, transfer: Transfer, block: int, known: Identity, into: Planes) -> None:
         """Read a block; once more if the read fails without saying anything about the bytes."""
         store, slot = self._stores[transfer.sources[block]], transfer.slots_from[block]
         try:
-            store.fetch(slot, known[block], into)
+            store.fetch(slot, known, into)
         except Untrusted:
             raise
         except StoreError:
-            store.fetch(slot, known[block], into)
+            store.fetch(slot, known, into)
 
-    def _reads_another(self, transfer: Transfer, block: int, known: Sequence[Identity], into: Planes) -> bool:
+    def _reads_another(self, transfer: Transfer, block: int, into: Planes) -> bool:
         """Return whether the store reads the block beside `block`, whose own destination is lost anyway; True if there is none."""
         other = block + 1 if block + 1 < transfer.count else block - 1
         if other < 0:
             return True
         try:
-            self._stores[transfer.sources[other]].fetch(transfer.slots_from[other], known[other], into)
+            [known] = _known(transfer, other, other + 1)
+            self._stores[transfer.sources[other]].fetch(transfer.slots_from[other], known, into)
         except Untrusted:
             return True
         except StoreError:
@@ -174,7 +163,7 @@ class StoreCopier:
     def _put_views(self, transfer: Transfer, low: int, high: int, parent: bytes, views: Sequence[Planes]) -> Report:
         symbols = transfer.symbols[low * transfer.stride : high * transfer.stride]
         keys = block_keys(transfer.namespace, parent, symbols, transfer.stride, self._digest)
-        known = identities(transfer, keys, low=low, parent=parent)
+        known = _identities(transfer, low, keys, parent)
         items = [Put(slot, identity, view) for slot, identity, view in zip(transfer.slots_to[low:high], known, views, strict=True)]
         outcomes = self._stores[transfer.to].put(items)
         good = next((place for place, outcome in enumerate(outcomes) if outcome.error is not None), len(outcomes))
@@ -185,17 +174,19 @@ class StoreCopier:
         )
 
 
-def identities(transfer: Transfer, keys: Sequence[bytes] | None, *, low: int = 0, parent: bytes | None = None) -> list[Identity]:
-    """Return who the blocks from `low` on are, as far as `keys` go. Without keys only the checksums count: memory keeps no others.
+def _known(transfer: Transfer, low: int, high: int) -> list[Identity]:
+    """Return who blocks `low` to `high` are. Where they have no keys only their checksums count: memory keeps no others."""
+    if transfer.keys is None:
+        return _identities(transfer, low, [b""] * (high - low), b"")
+    return _identities(transfer, low, transfer.keys[low:high], transfer.keys[low - 1] if low else transfer.parent_key)
 
-    `parent` is the durable key of the block before them, of the transfer's parent when None.
-    """
+
+def _identities(transfer: Transfer, low: int, keys: Sequence[bytes], parent: bytes) -> list[Identity]:
+    """Return who the blocks from `low` on are, one for each of their durable keys; `parent` is that of the block before them."""
     stride = transfer.stride
-    known = keys if keys is not None else [b""] * (transfer.count - low)
-    parents = [transfer.parent_key if parent is None else parent, *known[:-1]]
     return [
         Identity(transfer.namespace, 0, 0, key, above, transfer.symbols[block * stride : (block + 1) * stride], checksum)
         for block, (key, above, checksum) in enumerate(
-            zip(known, parents, transfer.checksums[low : low + len(known)], strict=True), low
+            zip(keys, [parent, *keys[:-1]], transfer.checksums[low : low + len(keys)], strict=True), low
         )
     ]

@@ -5,25 +5,32 @@ from __future__ import annotations
 import threading
 
 from tiercache.errors import TierTooSmall
-from tiercache.kernels.device import Device, Pool
+from tiercache.kernels.device import Device, Memory, Pool
 from tiercache.kernels.host import copy_block
 from tiercache.sizes import format_size
 from tiercache.spec import Geometry
 from tiercache.storage.checksum import verify
 from tiercache.storage.contract import Planes, Put
+from tiercache.storage.staging import Stage
 from tiercache.storage.volatile import VolatileStore
 from tiercache.types import Identity, Tier
 
 
 class DeviceArena(VolatileStore):
-    """Slots of `length` bytes of a device's memory, layer-first. Transfers use `pool` by way of `DeviceCopier`.
+    """Slots in memory of a device, layer-first. Transfers use `pool` by way of `DeviceCopier`.
 
-    `fetch` and `put` are for single blocks: each copies over the bus and waits, in the calling thread. Raises TierTooSmall if
-    `length` bytes hold no block, MemoryRefused if the device has no such room.
+    They are as many as fit the first `length` bytes (None: all), and `most` at most. `fetch` and `put` are for single blocks: each
+    copies over the bus and waits, in the calling thread. Raises TierTooSmall if there is no room for a block, MemoryRefused if the
+    device has none for a stage of one.
     """
 
-    def __init__(self, device: Device, geometry: Geometry, *, length: int) -> None:
+    def __init__(
+        self, device: Device, geometry: Geometry, memory: Memory, *, length: int | None = None, most: int | None = None
+    ) -> None:
+        length = memory.size if length is None else min(length, memory.size)
         slots = length // geometry.block_bytes
+        if most is not None:
+            slots = min(slots, most)
         if slots < 1:
             raise TierTooSmall(
                 f"{Tier.HBM} has {format_size(length)} ({length} bytes) for blocks of {format_size(geometry.block_bytes)}",
@@ -32,10 +39,11 @@ class DeviceArena(VolatileStore):
                 need=geometry.block_bytes,
             )
         super().__init__(geometry, slots)
-        self._pool: Pool | None = Pool(device.allocate(slots * geometry.block_bytes), geometry.planes, slots, geometry.unit_bytes)
+        self._pool: Pool | None = Pool(memory, geometry.planes, slots, geometry.unit_bytes)
         self._stream = device.stream()
-        self._stage = device.allocate(geometry.block_bytes)
-        self._host = device.pinned(geometry.planes, geometry.unit_bytes)
+        self._stage: Stage | None = Stage(
+            device.allocate(geometry.block_bytes), device.pinned(1, geometry.planes, geometry.unit_bytes)
+        )
         self._turn = threading.Lock()
 
     @property
@@ -66,23 +74,30 @@ class DeviceArena(VolatileStore):
         Raises Untrusted, reason `checksum`, if it is not the block that `identity` names; `into` is then undefined.
         """
         self._require(slot)
+        stage = self._required_stage()
         with self._turn:
-            self._stream.gather(self.pool, [slot], self._stage)
-            self._stream.read(self._stage, 0, self._host.reshape(-1))
+            self._stream.gather(self.pool, [slot], stage.memory)
+            self._stream.read(stage.memory, 0, stage.host.reshape(-1))
             self._stream.record().wait()
-            copy_block(self._host, into)
+            copy_block(stage.host[0], into)
         verify(into, identity.checksum, f"copy of {self.tier} slot {slot}")
 
     def _take(self, item: Put) -> None:
         """Copy a block up; it is verified on its last place in host memory."""
+        stage = self._required_stage()
         with self._turn:
-            copy_block(item.source, self._host)
-            verify(self._host, item.identity.checksum, f"source for {self.tier} slot {item.slot}")
-            self._stream.write(self._host.reshape(-1), self._stage, 0)
-            self._stream.scatter(self._stage, self.pool, [item.slot], first=0, planes=self._geometry.planes)
+            copy_block(item.source, stage.host[0])
+            verify(stage.host[0], item.identity.checksum, f"source for {self.tier} slot {item.slot}")
+            self._stream.write(stage.host.reshape(-1), stage.memory, 0)
+            self._stream.scatter(stage.memory, self.pool, [item.slot], first=0, planes=self._geometry.planes)
             self._stream.record().wait()
 
     def close(self) -> None:
         """Let go of the device's memory. May be called twice."""
         super().close()
-        self._pool = None
+        self._pool = self._stage = None
+
+    def _required_stage(self) -> Stage:
+        if self._stage is None:
+            raise self._is_closed()
+        return self._stage

@@ -2,7 +2,8 @@
 
 * Out of the device and into it there is a stream and a lane of waiting each, so that neither way stands behind the other.
 * A copy is over when its event has happened, not when it is enqueued. Until then the transfer owns its slots, whatever befell
-  the enqueueing: the event is recorded and waited for also when that failed half-way.
+  the enqueueing or the thread that waits: the event is recorded and waited for also when that failed half-way.
+* Layers that come up are enqueued one behind the other, an event each, and no thread waits between them.
 * Slots that are neighbours in host memory cross the bus in one copy: a copy costs the driver and the interpreter some microseconds,
   in which a bus moves a block. The order of blocks in a stage is free, so they lie there as their slots in host memory do.
 * A stage on the device goes to its next user at once, with the event after which that one's stream may touch it. A stage in host
@@ -13,17 +14,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from tiercache.errors import Untrusted
 from tiercache.kernels.device import Device, Event, Stream
 from tiercache.kernels.host import Bytes
 from tiercache.storage.checksum import verify
 from tiercache.storage.contract import Planes, Store
-from tiercache.storage.copier import StoreCopier
+from tiercache.storage.copier import LayerCopier, StoreCopier
 from tiercache.storage.device_arena import DeviceArena
 from tiercache.storage.neighbours import Run, neighbours
 from tiercache.storage.staging import Ring, Stage
-from tiercache.storage.workers import Lane, Workers
+from tiercache.storage.workers import Lane, Workers, outlive
 from tiercache.transfer import Discard, Report, Transfer
 
 
@@ -52,9 +54,14 @@ class DeviceCopier:
         self._together = together
         self._streams = {lane: (device.stream(), threading.Lock()) for lane in (Lane.DOWN, Lane.UP)}
 
-    def layers(self, transfer: Transfer) -> int:
-        """Return how many layers the blocks have."""
-        return self._inner.layers(transfer)
+    @property
+    def layers(self) -> int:
+        """How many layers the blocks have."""
+        return self._arena.geometry.layers
+
+    def by_layer(self, transfer: Transfer) -> LayerCopier | None:
+        """Return itself for what comes up from host memory: a layer that is in the pool can be read while the next one crosses."""
+        return self if transfer.to == 0 and not self._stores[transfer.sources[0]].durable else None
 
     def chunks(self, transfer: Transfer) -> Sequence[tuple[int, int]]:
         """Return ranges of at most a stage's blocks where a stage is needed."""
@@ -64,28 +71,21 @@ class DeviceCopier:
         return [(low, min(low + step, transfer.count)) for low in range(0, transfer.count, step)]
 
     async def verify(self, transfer: Transfer) -> Report:
-        """Check the blocks where they lie in host memory; from the device they are checked where they arrive."""
-        return await self._inner.verify(transfer)
+        """Check every block in its source slot, in host memory."""
+        return await self._workers.run(Lane.COPY, self._verify, transfer)
 
-    async def layer(self, transfer: Transfer, layer: int, count: int) -> None:
-        """Copy one layer of the first `count` blocks up.
-
-        The device can't check what arrived. So after the last layer the sources are checked once more: bytes that are right
-        before all copies and after them were right in between.
-        """
-        if transfer.to != 0:
-            await self._inner.layer(transfer, layer, count)
-            return
+    async def layer(self, transfer: Transfer, layer: int, count: int) -> Event:
+        """Have one layer of the first `count` blocks copied up, in the stream's order; return the event of its arrival."""
+        assert count, "no blocks have no layer"
         step = self._ring.blocks * self._arena.geometry.layers
         for low in range(0, count, step):
-            high = min(low + step, count)
-            async with self._ring.lend() as stage:
-                event = await self._enqueued(Lane.UP, stage, self._layer_up, transfer, layer, low, high)
-            await self._workers.run(Lane.UP, event.wait)
-        if layer + 1 == self._arena.geometry.layers:
-            report = await self._inner.verify(transfer)
-            if report.error is not None and report.arrived < count:
-                raise report.error
+            async with self._ring.lend(Lane.UP) as stage:
+                event = await self._enqueued(Lane.UP, stage, self._layer_up, transfer, layer, low, min(low + step, count))
+        return event
+
+    async def over(self, event: Event | None) -> None:
+        """Wait for an event of the stream that leads up, for None until it has come to an end of what it has now."""
+        await self._over(Lane.UP, event)
 
     async def blocks(self, transfer: Transfer, low: int, high: int) -> Report:
         """Copy blocks `low` to `high` down into host memory, or from a disk up, each verified on the host's side."""
@@ -93,9 +93,9 @@ class DeviceCopier:
             return await self._inner.blocks(transfer, low, high)
         if transfer.to == 0:
             return await self._up(transfer, low, high)
-        async with self._ring.lend() as stage:
+        async with self._ring.lend(Lane.DOWN) as stage:
             event = await self._enqueued(Lane.DOWN, stage, self._down, transfer, low, high)
-        await self._workers.run(Lane.DOWN, event.wait)
+        await self._over(Lane.DOWN, event)
         return await self._workers.run(Lane.COPY, self._arrived, transfer, low, high)
 
     async def put(self, transfer: Transfer) -> Report:
@@ -104,9 +104,9 @@ class DeviceCopier:
             return await self._inner.put(transfer)
         total = Report(arrived=0)
         for low, high in self.chunks(transfer):
-            async with self._ring.lend() as stage:
+            async with self._ring.lend(Lane.DOWN) as stage:
                 event = await self._enqueued(Lane.DOWN, stage, self._to_host, transfer, low, high)
-                await self._workers.run(Lane.DOWN, event.wait)
+                await self._over(Lane.DOWN, event)
                 views = self._views(transfer, low, high, stage)
                 parent = total.keys[-1] if total.keys else transfer.parent_key
                 report = await self._inner.put_views(transfer, low, high, parent, views)
@@ -128,12 +128,12 @@ class DeviceCopier:
         return transfer.to == 0 or 0 in transfer.sources
 
     async def _up(self, transfer: Transfer, low: int, high: int) -> Report:
-        async with self._ring.lend() as stage:
+        async with self._ring.lend(Lane.UP) as stage:
             durable = any(self._stores[position].durable for position in transfer.sources[low:high])
             report = await self._workers.run(Lane.READ if durable else Lane.COPY, self._fetch, transfer, low, high, stage)
             if report.arrived:
                 event = await self._enqueued(Lane.UP, stage, self._from_host, transfer, low, low + report.arrived)
-                await self._workers.run(Lane.UP, event.wait)
+                await self._over(Lane.UP, event)
         return report
 
     def _views(self, transfer: Transfer, low: int, high: int, stage: Stage) -> list[Planes]:
@@ -146,6 +146,10 @@ class DeviceCopier:
     async def _enqueued(self, lane: Lane, stage: Stage, enqueue: Callable[..., None], *args: object) -> Event:
         """Have a copy enqueued by way of `stage`, and return its event; it is also in `stage.after`."""
         return await self._workers.run(Lane.COPY, self._enqueue, lane, stage, enqueue, args)
+
+    async def _over(self, lane: Lane, event: Event | None) -> None:
+        """Wait until a copy is over, also when a thread that waits for it dies."""
+        await outlive(self._workers, lane, partial(self._wait, lane, event))
 
     # --- on worker threads ------------------------------------------------------------------------------------------------
 
@@ -163,6 +167,13 @@ class DeviceCopier:
                 raise
             stage.after = stream.record()
             return stage.after
+
+    def _wait(self, lane: Lane, event: Event | None) -> None:
+        if event is None:
+            stream, turn = self._streams[lane]
+            with turn:
+                event = stream.record()
+        event.wait()
 
     def _down(self, stream: Stream, stage: Stage, transfer: Transfer, low: int, high: int) -> None:
         """Enqueue the way from the device's pool to slots in host memory."""
@@ -212,6 +223,18 @@ class DeviceCopier:
     def _fetch(self, transfer: Transfer, low: int, high: int, stage: Stage) -> Report:
         """Bring blocks from below into the stage's host memory, verified."""
         return self._inner.fetch(transfer, low, list(stage.host[: high - low]))
+
+    def _verify(self, transfer: Transfer) -> Report:
+        """Verify what is to come up, where it lies."""
+        for block in range(transfer.count):
+            store, slot = self._stores[transfer.sources[block]], transfer.slots_from[block]
+            view = store.view(slot)
+            assert view is not None, "a copy by layers reads from memory"
+            try:
+                verify(view, transfer.checksums[block], f"{store.tier} slot {slot}")
+            except Untrusted as error:
+                return Report(arrived=block, error=error, rotten=True)
+        return Report(arrived=transfer.count)
 
     def _arrived(self, transfer: Transfer, low: int, high: int) -> Report:
         """Verify what came down, where it lies now."""

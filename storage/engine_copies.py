@@ -7,9 +7,9 @@ layers would wait for it each time.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,19 +19,19 @@ from tiercache.kernels.device import Device, Event, Memory, Pool, Stream
 from tiercache.kernels.host import Bytes
 from tiercache.spec import Geometry
 from tiercache.storage.checksum import checksum
+from tiercache.storage.device_port import Way
 from tiercache.storage.engine_memory import LayerRows, Numbers, put, take
 from tiercache.storage.layouts import SlotPlanes
 from tiercache.storage.neighbours import neighbours
 from tiercache.storage.staging import Ring, Stage
-from tiercache.storage.workers import Lane, Workers, in_parts
+from tiercache.storage.workers import Lane, Workers, in_parts, outlive
 
 SHARE = 4 << 20
 """Bytes; below it one thread is done before a second one would begin."""
 AT_ONCE = 8 << 20
 """Bytes that one call of numpy's gathers before it scatters them: little enough for a processor's cache, more than many blocks."""
-STAGES = 3
-STAGE_BYTES = 32 << 20
-"""Of a ring: while one stage is on the bus, the next is gathered, and a third is copied into slots."""
+GATHERED = 32 << 20
+"""Bytes of blocks that are gathered layer by layer before they are brought together in their slots."""
 
 Arrived = Callable[[int, Event | None], None]
 """Called on the event loop with a layer that is where it belongs, or the event after which it is."""
@@ -44,7 +44,7 @@ class Origin:
     `together` is how many slots of a position one call has pinned (`Pinning.together`).
     """
 
-    memory: Sequence[SlotPlanes]
+    memory: Mapping[int, SlotPlanes]
     positions: Numbers
     slots: Numbers
     together: int | None = None
@@ -140,7 +140,7 @@ class HostEngine:
     def _store(self, blocks: Numbers, slots: Sequence[Bytes]) -> list[int]:
         """Gather a layer of several blocks at once, then bring each block together in its slot: two calls a block, not a layer."""
         layers, parts, unit = self._geometry.layers, self._geometry.parts, self._geometry.unit_bytes
-        step = max(1, STAGE_BYTES // self._geometry.block_bytes)
+        step = max(1, GATHERED // self._geometry.block_bytes)
         gathered = np.empty((layers, min(step, len(slots)), parts, unit), np.uint8)
         sums: list[int] = []
         for low in range(0, len(slots), step):
@@ -154,10 +154,10 @@ class HostEngine:
 class DeviceEngine:
     """An engine's tensors on a device, each layer a pool of rows. `runner` returns the stream that the calling thread works on.
 
-    Copies into it and out of it have a stream and a lane of waiting each. On the way in, a layer of neighbouring slots crosses the
-    bus at once, is scattered from a stage, and has an event. On the way out, whole blocks are gathered into a stage, cross into its
-    pinned half in one copy, and are brought into their slots by threads: slots are mapped anew for every writer, and to pin them
-    each time costs more than the copy.
+    Copies into it and out of it have a stream and a lane of waiting each, and the stages of `ring`. On the way in, a layer of
+    neighbouring slots crosses the bus at once, is scattered from a stage, and has an event. On the way out, whole blocks are
+    gathered into a stage, cross into its pinned half in one copy, and are brought into their slots by threads: slots are mapped
+    anew for every writer, and to pin them each time costs more than the copy.
     """
 
     def __init__(
@@ -165,6 +165,7 @@ class DeviceEngine:
         device: Device,
         geometry: Geometry,
         layers: Sequence[tuple[Memory, LayerRows]],
+        ring: Ring,
         workers: Workers,
         *,
         runner: Callable[[], Stream],
@@ -172,11 +173,12 @@ class DeviceEngine:
         self._device = device
         self._geometry = geometry
         self._pools = [(Pool(memory, 1, rows.rows, rows.row_bytes), rows) for memory, rows in layers]
+        self._ring = ring
         self._workers = workers
         self._runner = runner
         self.blocks = min(rows.blocks for _, rows in layers)
-        self._ring = Ring(device, geometry, stages=STAGES, blocks=max(1, min(self.blocks, STAGE_BYTES // geometry.block_bytes)))
-        self._streams = {lane: (device.stream(), threading.Lock()) for lane in (Lane.UP, Lane.DOWN)}
+        self._up = Way(device, Lane.UP)
+        self._down = Way(device, Lane.DOWN)
 
     def now(self) -> Event:
         """Record an event on the stream that this thread works on."""
@@ -188,65 +190,54 @@ class DeviceEngine:
             self._runner().wait(event)
 
     async def load(self, origin: Origin, blocks: Numbers, after: Event | None, arrived: Arrived | None) -> None:
-        """Enqueue all layers, and wait for the last event: copies of one stream happen in order."""
+        """Enqueue all layers, then wait for the last event: copies of one stream happen in order."""
         step = self._ring.blocks * self._geometry.layers
         last: Event | None = None
         try:
             for layer in range(self._geometry.layers):
                 for low in range(0, len(blocks), step):
-                    async with self._ring.lend() as stage:
-                        some = slice(low, low + step)
-                        last = await self._enqueued(Lane.UP, stage, after, self._layer_up, origin, blocks, layer, some)
-                        after = None  # what follows on the stream follows that
+                    copy = partial(self._layer_up, origin, blocks, layer, slice(low, low + step), after)
+                    async with self._ring.lend(Lane.UP) as stage:
+                        last = await self._enqueued(self._up, stage, copy)
                 if arrived is not None:
                     arrived(layer, last)
         finally:
             if last is not None:
-                await self._workers.run(Lane.UP, last.wait)
+                if after is not None:  # an engine takes its time; who waits for the bus does not stand behind it
+                    await outlive(self._workers, Lane.RUNNER, after.wait)
+                await outlive(self._workers, Lane.UP, last.wait)
 
     async def store(self, blocks: Numbers, slots: Sequence[Bytes], after: Event | None) -> list[int]:
-        """Have a stage on the bus while the one before it is copied into slots."""
-        step = self._ring.blocks
-        sums = [0] * len(slots)
-
-        async def part(low: int, high: int) -> None:
-            async with self._ring.lend() as stage:
-                event = await self._enqueued(Lane.DOWN, stage, after, self._down, blocks[low:high])
-                await self._workers.run(Lane.DOWN, event.wait)
-                gathered = self._layers_of(stage.host.reshape(-1), high - low)
-                sums[low:high] = await self._workers.run(Lane.COPY, _settle, gathered, slots[low:high])
-
-        await _all_of(len(slots), -(-len(slots) // step), part)
+        """Wait until the engine has computed the blocks, then bring them by way of stages."""
+        if after is not None:
+            await outlive(self._workers, Lane.RUNNER, after.wait)
+        sums: list[int] = []
+        for low in range(0, len(slots), self._ring.blocks):
+            some, into = blocks[low : low + self._ring.blocks], slots[low : low + self._ring.blocks]
+            async with self._ring.lend(Lane.DOWN) as stage:
+                event = await self._enqueued(self._down, stage, partial(self._gather, some))
+                await outlive(self._workers, Lane.DOWN, event.wait)
+                sums += await self._workers.run(Lane.COPY, _settle, self._layers_of(stage, len(some)), into)
         return sums
 
-    async def _enqueued(self, lane: Lane, stage: Stage, after: Event | None, enqueue: Callable[..., None], *args: object) -> Event:
-        return await self._workers.run(Lane.COPY, self._enqueue, lane, stage, after, enqueue, args)
+    async def _enqueued(self, way: Way, stage: Stage, copy: Callable[[Stage, Stream], None]) -> Event:
+        return await self._workers.run(Lane.COPY, way.enqueue, stage, partial(copy, stage))
+
+    def _layers_of(self, stage: Stage, blocks: int) -> Bytes:
+        """Return the stage's host memory as `_gather` fills it, `[layers, blocks, parts, unit_bytes]`."""
+        layers, parts, unit = self._geometry.layers, self._geometry.parts, self._geometry.unit_bytes
+        return stage.host.reshape(-1)[: layers * blocks * parts * unit].reshape(layers, blocks, parts, unit)
 
     # --- on worker threads ------------------------------------------------------------------------------------------------
 
-    def _enqueue(
-        self, lane: Lane, stage: Stage, after: Event | None, enqueue: Callable[..., None], args: Sequence[object]
-    ) -> Event:
-        stream, turn = self._streams[lane]
-        with turn:
-            for event in (stage.after, after):
-                if event is not None:
-                    stream.wait(event)
-            try:
-                enqueue(stream, stage, *args)
-            except BaseException:
-                stage.after = stream.record()
-                # What was enqueued before the failure still runs, in memory that the caller is about to use for something else.
-                stage.after.wait()
-                raise
-            stage.after = stream.record()
-            return stage.after
-
-    def _layer_up(self, stream: Stream, stage: Stage, origin: Origin, blocks: Numbers, layer: int, some: slice) -> None:
+    def _layer_up(
+        self, origin: Origin, blocks: Numbers, layer: int, some: slice, after: Event | None, stage: Stage, stream: Stream
+    ) -> None:
         """Enqueue the way of one layer from slots to the engine's blocks."""
+        if after is not None:
+            stream.wait(after)
         parts, at = self._geometry.parts, 0
-        positions, slots = origin.positions[some].tolist(), origin.slots[some].tolist()
-        order, runs = neighbours(positions, slots, together=origin.together)
+        order, runs = neighbours(origin.positions[some].tolist(), origin.slots[some].tolist(), together=origin.together)
         for run in runs:
             rows = origin.memory[run.position][run.first : run.first + run.length, layer * parts : (layer + 1) * parts]
             source = rows.reshape(run.length, -1)
@@ -256,17 +247,12 @@ class DeviceEngine:
         pool, rows_of = self._pools[layer]
         stream.scatter(stage.memory, pool, rows_of.of(blocks[some][order]).tolist(), first=0, planes=1)
 
-    def _down(self, stream: Stream, stage: Stage, blocks: Numbers) -> None:
+    def _gather(self, blocks: Numbers, stage: Stage, stream: Stream) -> None:
         """Enqueue the way of whole blocks into the stage's host memory, layer after layer."""
         size = len(blocks) * self._geometry.parts * self._geometry.unit_bytes
         for layer, (pool, rows) in enumerate(self._pools):
             stream.gather(pool, rows.of(blocks).tolist(), self._device.part(stage.memory, layer * size, size))
-        whole = size * self._geometry.layers
-        stream.read(stage.memory, 0, stage.host.reshape(-1)[:whole])
-
-    def _layers_of(self, whole: Bytes, blocks: int) -> Bytes:
-        layers, parts, unit = self._geometry.layers, self._geometry.parts, self._geometry.unit_bytes
-        return whole[: layers * blocks * parts * unit].reshape(layers, blocks, parts, unit)
+        stream.read(stage.memory, 0, self._layers_of(stage, len(blocks)).reshape(-1))
 
 
 def require_aligned(rows: LayerRows, address: int) -> None:
@@ -291,10 +277,11 @@ def _planes(origin: Origin, some: slice, first: int, last: int) -> Bytes:
     """Return planes of blocks, `[blocks, planes, unit_bytes]`, brought together by one call a tier."""
     positions, slots = origin.positions[some], origin.slots[some]
     if (positions == positions[0]).all():
-        found: Bytes = origin.memory[positions[0]][slots, first:last]
+        found: Bytes = origin.memory[int(positions[0])][slots, first:last]
         return found
-    found = np.empty((len(slots), last - first, origin.memory[0].shape[-1]), np.uint8)
-    for position in np.unique(positions).tolist():
+    tiers = np.unique(positions).tolist()
+    found = np.empty((len(slots), last - first, origin.memory[tiers[0]].shape[-1]), np.uint8)
+    for position in tiers:
         there = positions == position
         found[there] = origin.memory[position][slots[there], first:last]
     return found

@@ -15,24 +15,42 @@ from functools import partial
 
 from tiercache.clock import MonotonicClock
 from tiercache.errors import StoreError, Untrusted, WorkerDied
+from tiercache.kernels.device import Event
 from tiercache.moves import Moves
 from tiercache.stats import Stats
-from tiercache.storage.copier import Copier
+from tiercache.storage.copier import Copier, LayerCopier
 from tiercache.storage.troubles import FORGET, READ, WRITE, Troubles
 from tiercache.transfer import Discard, Report, State, Transfer, Work
 
 log = logging.getLogger(__name__)
 
 
+class Layer:
+    """One layer of all blocks of a transfer, on its way into a device."""
+
+    __slots__ = ("event", "known")
+
+    def __init__(self) -> None:
+        self.known = asyncio.Event()
+        """Set when its copies are enqueued, and when the transfer has ended."""
+        self.event: Event | None = None
+        """When it will have arrived; None as long as nothing is enqueued of it, and for ever if nothing was."""
+
+    def comes(self, event: Event) -> None:
+        """Take note that it is enqueued."""
+        self.event = event
+        self.known.set()
+
+
 class Flight:
-    """A transfer or a discard under way. `layers[i]` is set when layer `i` of all its blocks has arrived."""
+    """A transfer or a discard under way. It has `layers` where they arrive one by one, and none where whole blocks are copied."""
 
     __slots__ = ("done", "layers", "report", "steps", "undone", "work")
 
     def __init__(self, work: Work, layers: int) -> None:
         self.work = work
         self.done = asyncio.Event()
-        self.layers = [asyncio.Event() for _ in range(layers)]
+        self.layers = [Layer() for _ in range(layers)]
         self.steps = 0
         """Pieces that have arrived: who waits sees by it whether anything still moves."""
         self.undone = False
@@ -81,10 +99,10 @@ class Mover:
         """Begin to execute what the core planned."""
         flights: list[Flight] = []
         for item in work:
-            layers = self._copier.layers(item) if isinstance(item, Transfer) and item.layerwise else 0
-            flight = Flight(item, layers)
+            by_layer = self._copier.by_layer(item) if isinstance(item, Transfer) else None
+            flight = Flight(item, 0 if by_layer is None else by_layer.layers)
             self._flights[item.number] = flight
-            run = self._discard(item, flight) if isinstance(item, Discard) else self._transfer(item, flight)
+            run = self._discard(item, flight) if isinstance(item, Discard) else self._transfer(item, flight, by_layer)
             task = asyncio.get_running_loop().create_task(run, name=f"tiercache-move-{item.number}")
             self._tasks.add(task)
             task.add_done_callback(partial(self._landed, flight))
@@ -136,10 +154,10 @@ class Mover:
         if not flight.done.is_set():
             self._ended(flight, [])
 
-    async def _transfer(self, transfer: Transfer, flight: Flight) -> None:
+    async def _transfer(self, transfer: Transfer, flight: Flight, by_layer: LayerCopier | None) -> None:
         transfer.state = State.COPYING
         try:
-            report = await self._copy(transfer, flight)
+            report = await (self._copy(transfer, flight) if by_layer is None else self._copy_layers(transfer, flight, by_layer))
         except StoreError as error:
             report = Report(arrived=0, error=error)
         except Exception as error:  # a copy that breaks must still give its slots back
@@ -164,12 +182,6 @@ class Mover:
             if report.arrived == transfer.count:
                 self._moves.pace.took(transfer.count, self.troubles.now() - began)
             return report
-        if transfer.layerwise:
-            report = await self._copier.verify(transfer)
-            for layer, ready in enumerate(flight.layers):
-                await self._copier.layer(transfer, layer, report.arrived)
-                ready.set()
-            return report
         pieces = self._copier.chunks(transfer)
         reports = await asyncio.gather(*(self._piece(flight, transfer, low, high) for low, high in pieces), return_exceptions=True)
         arrived = 0
@@ -182,6 +194,27 @@ class Mover:
             if piece.arrived < high - low:
                 return Report(arrived=arrived, error=piece.error, rotten=piece.rotten, unread=piece.unread)
         return Report(arrived=arrived)
+
+    async def _copy_layers(self, transfer: Transfer, flight: Flight, by_layer: LayerCopier) -> Report:
+        """Have all layers copied, one behind the other, and wait once, at the end.
+
+        A device can't check what arrived. So the sources are checked once more when all has: a block whose bytes are right before
+        all copies and after them had the right ones in between.
+        """
+        before = await by_layer.verify(transfer)
+        if not before.arrived:
+            return before
+        last: Event | None = None
+        try:
+            for number, layer in enumerate(flight.layers):
+                last = await by_layer.layer(transfer, number, before.arrived)
+                layer.comes(last)
+        except BaseException:
+            await by_layer.over(None)  # what is enqueued writes the slots, also when what was to follow it failed
+            raise
+        await by_layer.over(last)
+        after = await by_layer.verify(transfer)
+        return after if after.arrived < before.arrived else before
 
     async def _piece(self, flight: Flight, transfer: Transfer, low: int, high: int) -> Report:
         report = await self._copier.blocks(transfer, low, high)
@@ -258,8 +291,8 @@ class Mover:
 
     def _ended(self, flight: Flight, more: list[Work]) -> None:
         del self._flights[flight.work.number]
-        for ready in flight.layers:
-            ready.set()
+        for layer in flight.layers:
+            layer.known.set()
         flight.done.set()
         self.start(more)
         self._wake()

@@ -8,7 +8,7 @@ nobody puts the block back. Who reads looks at its lease once more, after the co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tiercache.kernels.host import Bytes, copy_run, scatter_tokens
 from tiercache.storage.checksum import checksum
@@ -28,11 +28,40 @@ class Place(NamedTuple):
     checksum: int
 
 
-class Reader:
-    """Copies between slots that are memory and `[planes, tokens * token_bytes]` bytes of a client, on worker threads.
+class SlotReader(Protocol):
+    """Copies between slots that are memory and `[planes, tokens * token_bytes]` bytes of a client, away from the event loop.
 
-    The caller holds a lease on what it reads and a reservation on what it writes.
+    The caller holds a lease on what it reads and a reservation on what it writes. Blocks are in the order of their prompt, so that
+    their tiers only get slower. Raises StoreError where memory can't be read or written (a thread that died, a device that fails).
     """
+
+    def view(self, place: Place) -> Any:
+        """Return a block in place, `[planes, unit_bytes]` bytes: numpy's, or an array of the device that torch takes by DLPack."""
+        ...
+
+    async def gather(self, places: Sequence[Place], into: Bytes) -> int:
+        """Copy blocks one after the other into `into`, verify each, and return how many leading ones are good."""
+        ...
+
+    async def verify(self, places: Sequence[Place]) -> int:
+        """Check blocks and return how many leading ones are good."""
+        ...
+
+    async def layer(self, places: Sequence[Place], layer: int, into: Bytes) -> None:
+        """Copy one layer of blocks into `into`, `[parts, tokens * token_bytes]`. Nothing is verified."""
+        ...
+
+    async def scatter(self, tensor: Bytes, first: int, places: Sequence[Place]) -> list[int]:
+        """Fill reserved slots from block `first` of `tensor` on; return the checksums of what they were filled with."""
+        ...
+
+    async def seal(self, places: Sequence[Place]) -> list[int]:
+        """Return the checksums of slots that a writer filled in place."""
+        ...
+
+
+class Reader:
+    """Reads and writes slots that are host memory, on worker threads."""
 
     def __init__(self, stores: Sequence[Store], workers: Workers, *, block_size: int, threads: int = 1) -> None:
         self._stores = stores

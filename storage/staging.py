@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from tiercache.kernels.device import Device, Event, Memory
 from tiercache.kernels.host import Bytes
 from tiercache.spec import Geometry
+from tiercache.storage.workers import Lane
 
 
 @dataclass(slots=True, eq=False)
@@ -27,23 +28,47 @@ class Stage:
 
 
 class Ring:
-    """Stages that are lent in turn; who finds none free waits, holding nothing, in the order of asking."""
+    """Stages that are lent in turn; who finds none free waits, holding nothing, in the order of asking.
+
+    Out of the device and into it there are stages of their own, if there are two at least: a stream that has much enqueued, such as
+    all layers of a long prompt, would else hold up the other way by every stage that it has had.
+    """
 
     def __init__(self, device: Device, geometry: Geometry, *, stages: int, blocks: int) -> None:
         self.blocks = blocks
         """How many blocks a stage holds."""
-        self._free: deque[Stage] = deque(
+        self.size = stages * blocks * geometry.block_bytes
+        """Bytes of all stages on the device, and as many of pinned host memory."""
+        made = [
             Stage(device.allocate(blocks * geometry.block_bytes), device.pinned(blocks, geometry.planes, geometry.unit_bytes))
             for _ in range(stages)
-        )
-        self._left = asyncio.Semaphore(stages)
+        ]
+        up = _Row(made[::2])
+        self._rows = {Lane.UP: up, Lane.DOWN: _Row(made[1::2]) if stages > 1 else up}
 
     @asynccontextmanager
-    async def lend(self) -> AsyncIterator[Stage]:
-        """Lend a stage for the length of a block. What the device still does with it is in `after` by the end."""
-        async with self._left:
-            stage = self._free.popleft()
+    async def lend(self, lane: Lane) -> AsyncIterator[Stage]:
+        """Lend a stage to the way of a lane, `UP` or `DOWN`, for the length of a block.
+
+        What the device still does with it is in `after` by the end.
+        """
+        row = self._rows[lane]
+        async with row.left:
+            stage = row.free.popleft()
             try:
                 yield stage
             finally:
-                self._free.append(stage)
+                row.free.append(stage)
+
+    def close(self) -> None:
+        """Let go of the stages; nobody has one, and nobody asks for one any more. May be called twice."""
+        for row in self._rows.values():
+            row.free.clear()
+
+
+class _Row:
+    """Stages of one way."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.free = deque(stages)
+        self.left = asyncio.Semaphore(len(stages))

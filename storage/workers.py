@@ -35,6 +35,8 @@ class Lane(enum.Enum):
     """Waits until a device has copied out of its memory."""
     UP = "up"
     """Waits until a device has copied into its memory."""
+    RUNNER = "runner"
+    """Waits until a runner's stream, which may take its time, has come to a point."""
     WATCH = "watch"
     """To look at a durable store's file system, for who asks how it does."""
 
@@ -77,6 +79,25 @@ class Workers(Protocol):
     def close(self) -> None:
         """Take no more work. Does not wait for a call that is stuck."""
         ...
+
+
+_PAUSE = 0.05
+"""Seconds until what must be waited for is waited for anew: there may be no thread to be had."""
+
+
+async def outlive(workers: Workers, lane: Lane, wait: Callable[[], None]) -> None:
+    """Run `wait` in the lane until it has returned, also when a thread that waits dies: what it waits for knows nothing of that.
+
+    Raises what `wait` raises, and Closed.
+    """
+    while True:
+        try:
+            await workers.run(lane, wait)
+        except WorkerDied as error:
+            log.warning("what a thread waited for is waited for anew: %s", str(error))
+            await asyncio.sleep(_PAUSE)
+        else:
+            return
 
 
 class _Job(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from tests.oracle import oracle_block
+from tests.seam_copies import Copies
 from tests.storage.blocks import contiguous
 from tests.storage.ssd_fixture import capacity_for
 from tiercache.config import Config
@@ -135,13 +136,19 @@ async def device_house(
     stages: int = 2,
     stage_blocks: int = 2,
     together: int | None = None,
+    copies: Copies | None = None,
 ) -> AsyncIterator[DeviceHouse[LazyDevice]]:
-    """Open a stack of so many slots a tier on a lazy device; without `dram` the device stands on the disk."""
+    """Open a stack of so many slots a tier on a lazy device; without `dram` the device stands on the disk.
+
+    Its copies pass by `copies`, if that is given.
+    """
     device = LazyDevice(seed)
-    arena = DeviceArena(device, GEOMETRY, length=hbm * GEOMETRY.block_bytes)
+    arena = DeviceArena(device, GEOMETRY, device.allocate(hbm * GEOMETRY.block_bytes))
     ring = Ring(device, GEOMETRY, stages=stages, blocks=stage_blocks)
     memory = None if dram is None else HostMemory(block_first_slot_bytes(GEOMETRY) * dram)
-    async with house_on(device, folder, arena, ring, memory, ssd=ssd, pool_of=pool_array, together=together) as house:
+    async with house_on(
+        device, folder, arena, ring, memory, ssd=ssd, pool_of=pool_array, together=together, copies=copies
+    ) as house:
         try:
             yield house
         finally:
@@ -154,7 +161,7 @@ async def pinned_house(
     device: D, folder: Path, *, hbm: int, dram: int, pool_of: Callable[[Pool], Bytes], chunk: int = CHUNK, stage_blocks: int = 1
 ) -> AsyncIterator[DeviceHouse[D]]:
     """Open a stack of so many slots a tier on any device, with two stages, above memory that is pinned for it."""
-    arena = DeviceArena(device, GEOMETRY, length=hbm * GEOMETRY.block_bytes)
+    arena = DeviceArena(device, GEOMETRY, device.allocate(hbm * GEOMETRY.block_bytes))
     memory = HostMemory(block_first_slot_bytes(GEOMETRY) * dram)
     pinning = Pinning(device, memory.array, slot_bytes=block_first_slot_bytes(GEOMETRY), chunk=chunk)
     try:
@@ -177,6 +184,7 @@ async def house_on(
     pool_of: Callable[[Pool], Bytes],
     ssd: int = 256,
     together: int | None = None,
+    copies: Copies | None = None,
 ) -> AsyncIterator[DeviceHouse[D]]:
     """Open a stack of the device's arena, memory and a disk."""
     stores: list[Store] = [arena]
@@ -189,7 +197,8 @@ async def house_on(
 
     def on_device(inner: Copier) -> Copier:
         assert isinstance(inner, StoreCopier)
-        return DeviceCopier(inner, stores, arena, device, ring, workers, together=together)
+        copier = DeviceCopier(inner, stores, arena, device, ring, workers, together=together)
+        return copier if copies is None else copies.around(copier)
 
     stack = Stack(Config.of(hbm="1 MiB", lease_share=1.0), GEOMETRY, 16, stores, workers, Seams(copier=on_device))
     await stack.begin()

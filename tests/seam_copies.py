@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tiercache.storage.copier import Copier
+from tiercache.kernels.device import Event
+from tiercache.storage.copier import Copier, LayerCopier
 from tiercache.transfer import Discard, Report, Transfer, Work
 
 PATIENCE = 20.0
@@ -15,9 +16,10 @@ PATIENCE = 20.0
 
 
 class Step(NamedTuple):
-    """One call of the copier: `verify`, `layer`, `blocks`, `put` or `discard`, before or after its copy.
+    """One call of the copier: `blocks`, `put` or `discard`, or into a device `verify` or `layer`, before or after its copy.
 
-    `to` is the position of the tier that it writes (or discards from), `number` the layer, or the first of the blocks.
+    `to` is the position of the tier that it writes (or discards from), `number` the layer, the first of the blocks, or how many
+    checks of the transfer there were before.
     """
 
     kind: str
@@ -158,27 +160,15 @@ class HeldCopier:
         self._inner = inner
         self._copies = copies
 
-    def layers(self, transfer: Transfer) -> int:
-        return self._inner.layers(transfer)
+    def by_layer(self, transfer: Transfer) -> LayerCopier | None:
+        layers = self._inner.by_layer(transfer)
+        return None if layers is None else HeldLayers(layers, self._copies)
 
     def chunks(self, transfer: Transfer) -> Sequence[tuple[int, int]]:
         chunk = self._copies.chunk
         if chunk is None:
             return self._inner.chunks(transfer)
         return [(low, min(low + chunk, transfer.count)) for low in range(0, transfer.count, chunk)]
-
-    async def verify(self, transfer: Transfer) -> Report:
-        before = Step("verify", transfer.to, 0, False, transfer)
-        await self._copies.pass_by(before)
-        report = await self._inner.verify(transfer)
-        await self._copies.pass_by(before._replace(after=True))
-        return report
-
-    async def layer(self, transfer: Transfer, layer: int, count: int) -> None:
-        before = Step("layer", transfer.to, layer, False, transfer)
-        await self._copies.pass_by(before)
-        await self._inner.layer(transfer, layer, count)
-        await self._copies.pass_by(before._replace(after=True))
 
     async def blocks(self, transfer: Transfer, low: int, high: int) -> Report:
         before = Step("blocks", transfer.to, low, False, transfer)
@@ -199,3 +189,34 @@ class HeldCopier:
         await self._copies.pass_by(before)
         await self._inner.discard(discard)
         await self._copies.pass_by(before._replace(after=True))
+
+
+class HeldLayers:
+    """The same for who copies layer by layer."""
+
+    def __init__(self, inner: LayerCopier, copies: Copies) -> None:
+        self._inner = inner
+        self._copies = copies
+        self._checks = 0
+
+    @property
+    def layers(self) -> int:
+        return self._inner.layers
+
+    async def verify(self, transfer: Transfer) -> Report:
+        before = Step("verify", transfer.to, self._checks, False, transfer)
+        self._checks += 1
+        await self._copies.pass_by(before)
+        report = await self._inner.verify(transfer)
+        await self._copies.pass_by(before._replace(after=True))
+        return report
+
+    async def layer(self, transfer: Transfer, layer: int, count: int) -> Event:
+        before = Step("layer", transfer.to, layer, False, transfer)
+        await self._copies.pass_by(before)
+        event = await self._inner.layer(transfer, layer, count)
+        await self._copies.pass_by(before._replace(after=True))
+        return event
+
+    async def over(self, event: Event | None) -> None:
+        await self._inner.over(event)

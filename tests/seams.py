@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 from tests.seam_copies import PATIENCE, Copies, HeldCopier, Hold, Step
 from tiercache.clock import Clock, MonotonicClock
 from tiercache.config import Config
+from tiercache.kernels.device import Device
+from tiercache.kernels.opening import open_device
 from tiercache.keys import Digest, sha256
-from tiercache.service.stack import Seams
+from tiercache.service.stack import Seams, lanes_of
 from tiercache.storage.disk_room import DiskRoom, measure
 from tiercache.storage.ssd_values import LmdbValues, Write
 from tiercache.storage.workers import Lane, LaneState, ThreadWorkers, Workers
@@ -95,8 +97,7 @@ class Threads:
 
     def __call__(self, config: Config, clock: Clock) -> Workers:
         """Return workers for `config`."""
-        counts = {Lane.COPY: config.copy_threads, Lane.READ: config.read_threads, Lane.WRITE: 4, Lane.WATCH: 1}
-        return HeldWorkers(ThreadWorkers(counts, clock=clock), self)
+        return HeldWorkers(ThreadWorkers(lanes_of(config), clock=clock), self)
 
     def hold(self, name: str, times: int = 1 << 30) -> ThreadHold:
         """Hold the next `times` calls of functions with that name."""
@@ -269,6 +270,7 @@ class Rig:
     retry: float = 0.02
     patience: float = 5.0
     forgetting: float = 30.0
+    device: Callable[[str], Device] = open_device
     copies: Copies = field(default_factory=Copies)
     threads: Threads = field(default_factory=Threads)
     disk: Disk = field(default_factory=Disk)
@@ -278,6 +280,7 @@ class Rig:
         return Seams(
             clock=self.clock,
             workers=self.threads,
+            device=self.device,
             copier=self.copies.around,
             values=self.disk.values(),
             measure=self.disk.measure,

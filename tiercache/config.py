@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tiercache.devices import CPU, require_name
 from tiercache.errors import InvalidConfig, InvalidInput
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.sizes import parse_size
@@ -84,8 +85,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     tiers: tuple[TierConfig, ...]
     """Fastest first; any of HBM, DRAM, SSD, each at most once."""
-    device: str = "cpu"
-    """Where the HBM tier lies. `cpu`: host memory in its place."""
+    device: str = CPU
+    """Where the HBM tier lies: a card, such as `cuda:0`. `cpu`: host memory in its place."""
     directory: str | None = None
     """The SSD tier's directory. None: `tiercache` under XDG_DATA_HOME."""
     shares: tuple[Share, ...] = ()
@@ -209,9 +210,9 @@ def _check(config: Config) -> None:
     _check_size("batch_bytes", "batch_bytes", config.batch_bytes)
     if config.directory is not None and ("\0" in config.directory or not config.directory):
         raise InvalidConfig(f"directory: {config.directory!r} is no path", field="directory", value=config.directory)
-    if config.device != "cpu":
+    if require_name(config.device) != CPU and Tier.HBM.name not in names:
         raise InvalidConfig(
-            f"device: {config.device!r} is not available in this version; use 'cpu'", field="device", value=config.device
+            f"device: the HBM tier lies on {config.device!r}, and tiers has none", field="device", value=config.device
         )
     if config.codec not in ("raw", "zstd"):
         raise InvalidConfig(f"codec: must be 'raw' or 'zstd', not {config.codec!r}", field="codec", value=config.codec)

@@ -54,7 +54,6 @@ class InFlight:
         *,
         drop_from: int | None = None,
         drop_count: int = 0,
-        layerwise: bool = False,
     ) -> Transfer:
         """Reserve slots of the tier at `to` for the blocks of a chain of nodes, mark these, and return the transfer.
 
@@ -97,7 +96,6 @@ class InFlight:
             reason=reason,
             drop_from=drop_from,
             drop_count=drop_count,
-            layerwise=layerwise,
         )
         self.flying[transfer.number] = transfer
         if drop_from is not None:

@@ -272,9 +272,9 @@ class Moves:
     def plan_promote(self, end: Node, position: int, *, most: int, source: int | None = None) -> Transfer | None:
         """Plan to bring the part of the path to `end` that lies just below the tier up to it, as far as slots are free.
 
-        All blocks of the transfer come from one tier, the one that holds the first of them; between memories they go layer by
-        layer. Returns None when there is nothing to bring, no slot, the part above is not there yet, or the first of them is
-        not in the tier at `source`, if that is given: whoever waited for room finds them elsewhere.
+        All blocks of the transfer come from one tier, the one that holds the first of them. Returns None when there is nothing
+        to bring, no slot, the part above is not there yet, or the first of them is not in the tier at `source`, if that is
+        given: whoever waited for room finds them elsewhere.
         """
         residency = self.residency
         nodes = self.slower(end, position)
@@ -292,7 +292,7 @@ class Moves:
         chosen = self._leading(nodes, count)
         if not chosen:
             return None
-        return self.inflight.begin(chosen, position, Reason.PROMOTE, layerwise=not residency.durable[origin])
+        return self.inflight.begin(chosen, position, Reason.PROMOTE)
 
     def plan_persist(self, end: Node, position: int) -> Transfer | None:
         """Plan to copy what the durable tier lacks of the path to `end`, root first, as far as slots are free."""

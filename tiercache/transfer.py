@@ -51,7 +51,6 @@ class Transfer:
     drop_count: int = 0
     parting: Node | None = None
     """Whose child the first of the dropped nodes is."""
-    layerwise: bool = False
     state: State = State.RESERVED
 
     @property

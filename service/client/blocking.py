@@ -192,6 +192,7 @@ class BlockingHit:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the lease."""
+        self.hit.note_stream()  # this thread's, not that of the client's own thread
         try:
             self._client.run(self.hit.__aexit__(None, None, None))
         except Closed:
@@ -199,6 +200,7 @@ class BlockingHit:
 
     def release(self) -> None:
         """End the lease. Raises LeaseReleased when it has ended."""
+        self.hit.note_stream()
         self._client.run(self.hit.release())
 
     @property
@@ -239,7 +241,9 @@ class BlockingHit:
         async def view() -> tuple[torch.Tensor, ...]:
             return self.hit.view(block, layer)
 
-        return self._client.run(view())
+        seen = self._client.run(view())
+        self.hit.note_stream()
+        return seen
 
 
 class BlockingRoom:
@@ -256,6 +260,7 @@ class BlockingRoom:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Give back what was not committed."""
+        self._room.note_stream()
         try:
             self._client.run(self._room.__aexit__(None, None, None))
         except Closed:

@@ -14,6 +14,7 @@ from typing import Self, TypeVar
 from tiercache.errors import (
     AuditFailed,
     Closed,
+    DeviceRefused,
     InvalidInput,
     InvalidSpec,
     JoinRefused,
@@ -199,8 +200,9 @@ class Client:
     async def open(self, space: Namespace, spec: KVSpec, *, shard: int = 0) -> RemoteKV:
         """Return the KV of the namespace `space` with the layout `spec`.
 
-        Raises SpecMismatch, NoShare, TierTooSmall or UnsupportedSpec when the daemon says so. When it does not answer, every
-        call of the namespace is a miss until it does.
+        Raises SpecMismatch, NoShare, TierTooSmall or UnsupportedSpec when the daemon says so, and DeviceRefused when its HBM tier
+        lies on a device that this client does not have. When the daemon does not answer, every call of the namespace is a miss
+        until it does.
         """
         self.require_open()
         for value, kind in ((space, Namespace), (spec, KVSpec)):
@@ -213,7 +215,7 @@ class Client:
                 shard=shard,
             )
         kv = RemoteKV(self, space, spec, shard)
-        await kv.open(raises=(InvalidSpec, NoShare, TierTooSmall))
+        await kv.open(raises=(InvalidSpec, NoShare, TierTooSmall, DeviceRefused))
         return kv
 
     async def invalidate(

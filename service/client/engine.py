@@ -11,7 +11,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -20,15 +20,16 @@ from tiercache.errors import InvalidInput, InvalidStart, StoreError, WorkerDied
 from tiercache.kernels.device import Device, Event
 from tiercache.service import wire
 from tiercache.service.client import copies, engine_tensors
+from tiercache.service.client.device_slots import DeviceSlots
 from tiercache.service.client.handle import Claim, House
 from tiercache.service.client.mapping import Arena
 from tiercache.service.client.remote_hit import RemoteHit
 from tiercache.service.client.remote_room import Reserved
 from tiercache.service.face import Stored
-from tiercache.service.finishing import ended, outlast
 from tiercache.spec import KVSpec
 from tiercache.storage.engine_copies import DeviceEngine, EngineMemory, HostEngine, Origin, require_aligned
 from tiercache.storage.engine_memory import Numbers
+from tiercache.storage.finishing import ended, outlast
 from tiercache.storage.reader import SHARE
 from tiercache.storage.workers import Lane, in_parts
 from tiercache.types import Tier
@@ -36,7 +37,7 @@ from tiercache.types import Tier
 ABSENT = "absent"
 """Why a block was not loaded: it is not cached, or not readable."""
 UNMAPPED = "unmapped"
-DEVICE = "device"
+"""Why it was not, though it is readable: it lies where the engine's memory can't be copied from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,24 +75,21 @@ class Namespaced(Protocol):
 
 async def attach(house: House, kv: Namespaced, tensors: Any, layout: str | None) -> PagedKV:
     """Return an engine's tensors as `PagedKV`; see `RemoteKV.attach`."""
-    spec = kv.spec
+    spec, own, workers = kv.spec, house.device, house.workers
     layers, name = engine_tensors.layers_of(tensors, spec, layout)
-    device = await house.device.opened(house.workers) if house.device.is_given else None
-    if device is None or not engine_tensors.is_on(device, layers):
+    device = await own.opened(workers) if own.is_given else None
+    known = own.tensors(device) if device is not None else None
+    if device is None or known is None or not known.holds(layers[0][0]):
         host = engine_tensors.on_host(layers)
         engine_tensors.require_apart(layers)
-        return PagedKV(house, kv, HostEngine(spec.geometry, host, house.workers, threads=house.threads), name, None)
+        return PagedKV(house, kv, HostEngine(spec.geometry, host, workers, threads=house.threads), name, None)
     engine_tensors.require_apart(layers)
     for tensor, rows in layers:
         require_aligned(rows, tensor.data_ptr())
-    memory, runner = engine_tensors.on_device(device, layers), engine_tensors.runner_of(device)
-    # Stages are allocated by a worker: it takes a driver's time.
-    engine = await house.workers.run(Lane.COPY, _on_device, device, spec, memory, house, runner)
+    ring = await own.ring(workers, spec.geometry)
+    memory = engine_tensors.on_device(device, layers)
+    engine = DeviceEngine(device, spec.geometry, memory, ring, workers, runner=lambda: known.runner().stream)
     return PagedKV(house, kv, engine, name, device)
-
-
-def _on_device(device: Device, spec: KVSpec, memory: Any, house: House, runner: Any) -> DeviceEngine:
-    return DeviceEngine(device, spec.geometry, memory, house.workers, runner=runner)
 
 
 class PagedKV:
@@ -282,14 +280,19 @@ class Loading:
         tokens = (first + good) * self._spec.block_size
         return Loaded(tokens=tokens, blocks=good, bad=tuple(ids[good:].tolist()), reason=reason)
 
-    def _reachable(self, arenas: Sequence[Arena], places: Sequence[wire.Place]) -> tuple[Sequence[wire.Place], str | None]:
+    def _reachable(
+        self, arenas: Sequence[Arena | DeviceSlots], places: Sequence[wire.Place]
+    ) -> tuple[Sequence[wire.Place], str | None]:
         """Return the leading places from which the engine's memory can be reached, and why not the next, if that is the reason."""
-        if self._device is not None:
-            for number, place in enumerate(places):
-                if arenas[place.position].slot_bytes is None:
-                    self._house.counts.missed(UNMAPPED, "blocks of a layer-first tier are not copied to a device")
-                    return places[:number], UNMAPPED
+        far = {position for position, arena in enumerate(arenas) if not self._reaches(arena)}
+        for number, place in enumerate(places):
+            if place.position in far:
+                self._house.counts.missed(UNMAPPED, "blocks of a tier of the daemon's that the engine's memory is not copied from")
+                return places[:number], UNMAPPED
         return places, None
+
+    def _reaches(self, arena: Arena | DeviceSlots) -> bool:
+        return isinstance(arena, Arena) and (self._device is None or arena.slot_bytes is not None)
 
     async def _sound(
         self, hit: RemoteHit, claim: Claim, first: int, places: Sequence[wire.Place], reason: str | None
@@ -297,7 +300,8 @@ class Loading:
         """Check blocks in their slots; return the leading ones that are what was asked for, and why not the next."""
 
         async def part(low: int, high: int) -> tuple[int, str | None]:
-            return await self._house.workers.run(Lane.COPY, copies.verify, claim.arenas, places[low:high])
+            mapped = cast(Sequence[Arena], claim.arenas)  # `_reachable` left no others among the places
+            return await self._house.workers.run(Lane.COPY, copies.verify, mapped, places[low:high])
 
         parts = min(self._house.threads, len(places) * self._spec.block_bytes // SHARE)
         for low, one in await in_parts(len(places), parts, part):
@@ -310,21 +314,22 @@ class Loading:
         return places, reason
 
     async def _copied(
-        self, arenas: Sequence[Arena], places: Sequence[wire.Place], ids: Numbers, after: Event | None, by_layer: bool
+        self, arenas: Sequence[Arena | DeviceSlots], places: Sequence[wire.Place], ids: Numbers, after: Event | None, by_layer: bool
     ) -> tuple[str, str] | None:
         """Copy; return why that failed, as a reason and a message."""
         house = self._house
         positions = np.array([place.position for place in places], np.int64)
         slots = np.array([place.slot for place in places], np.int64)
         try:
-            used = [arenas[position] for position in np.unique(positions).tolist()]
-            together = await house.pins.pin(self._device, used, house.workers) if self._device is not None else None
-            origin = Origin(memory=[arena.slots for arena in arenas], positions=positions, slots=slots, together=together)
+            used = {position: arenas[position] for position in np.unique(positions).tolist()}
+            mapped = {position: arena for position, arena in used.items() if isinstance(arena, Arena)}
+            device, workers = self._device, house.workers
+            together = await house.pins.pin(device, list(mapped.values()), workers) if device is not None else None
+            memory = {position: arena.slots for position, arena in mapped.items()}
+            origin = Origin(memory=memory, positions=positions, slots=slots, together=together)
             await self._memory.load(origin, ids, after, self._arrived if by_layer else None)
-        except WorkerDied as error:
-            return copies.DIED, str(error)
         except StoreError as error:
-            return DEVICE, str(error)
+            return copies.fault_of(error), str(error)
         return None
 
     def _arrived(self, layer: int, event: Event | None) -> None:
@@ -376,6 +381,6 @@ class Storing:
         task = asyncio.current_task()
         assert task is not None
         self._reading.append(task)
-        slots = await self._house.workers.run(Lane.COPY, room.mapped)
+        slots = await self._house.workers.run(Lane.COPY, room.writable)
         low = room.present - self._first
         return await self._memory.store(self._ids[low : low + len(slots)], slots, self._after)

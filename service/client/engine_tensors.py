@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiercache.errors import DeviceRefused, InvalidTensor
-from tiercache.kernels.device import Device, Memory, Stream
+from tiercache.kernels.device import Device, Memory
 from tiercache.kernels.host import Bytes
 from tiercache.service import tensors as plain
 from tiercache.spec import ITEM_BYTES, KVSpec
@@ -80,16 +80,3 @@ def _bytes(tensor: torch.Tensor, span: int) -> Bytes:
 def on_device(device: Device, layers: Sequence[Layer]) -> list[tuple[Memory, LayerRows]]:
     """Return each layer as the device's memory; it holds the tensor."""
     return [(device.borrow(tensor.data_ptr(), rows.span, tensor), rows) for tensor, rows in layers]
-
-
-def is_on(device: Device, layers: Sequence[Layer]) -> bool:
-    """Return whether the tensors are in the device's memory."""
-    return str(layers[0][0].device) == device.tensors
-
-
-def runner_of(device: Device) -> Callable[[], Stream]:
-    """Return what returns the stream on which torch works in the calling thread."""
-    if device.tensors == "cpu":
-        return lambda: device.adopt(0)
-    lib = importlib.import_module("torch")
-    return lambda: device.adopt(lib.cuda.current_stream(device.tensors).cuda_stream)

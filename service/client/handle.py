@@ -8,19 +8,23 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 from tiercache.errors import Closed, LeaseLost
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import wire
 from tiercache.service.client import copies
+from tiercache.service.client.afterwards import Afterwards
 from tiercache.service.client.connection import Connection
+from tiercache.service.client.copying import Copying
 from tiercache.service.client.counts import Counts, Miss
+from tiercache.service.client.device_slots import DeviceSlots
 from tiercache.service.client.mapping import Arena
 from tiercache.service.client.own_device import OwnDevice
 from tiercache.service.client.pins import Pins
-from tiercache.service.finishing import Finishing
 from tiercache.spec import KVSpec
+from tiercache.storage.finishing import Finishing
 from tiercache.storage.workers import Workers
 from tiercache.types import Tier
 
@@ -36,7 +40,8 @@ class Handle:
     number: int
     spec: KVSpec
     tiers: Sequence[Tier]
-    arenas: Sequence[Arena]
+    arenas: Sequence[Arena | DeviceSlots]
+    copying: Copying
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,7 @@ class Claim:
     # --- for hits ---------------------------------------------------------------------------------------------------------
 
     @property
-    def arenas(self) -> Sequence[Arena]:
+    def arenas(self) -> Sequence[Arena | DeviceSlots]:
         """The tiers that can be read."""
         return self.handle.arenas if self.handle is not None else ()
 
@@ -237,6 +242,14 @@ class Claim:
             if not self.handle.connection.read_in_place(self.lease):
                 self.lost("it was not renewed in time")
 
+    def note(self, slots: DeviceSlots | None = None) -> None:
+        """Let the lease end after what the calling thread's stream does with `slots`, or with those that are in use already."""
+        if self._end is None or (slots is None and self._end.after is None):
+            return
+        if self._end.after is None:
+            self._end.after = Afterwards(self.house.workers, self.house.finishing)
+        self._end.after.note(slots)
+
     def leave(self) -> None:
         """End the claim of one hit."""
         self.sharing.users -= 1
@@ -276,15 +289,24 @@ class _End:
         self._loop = asyncio.get_running_loop()
         self.direct: int | None = None
         """The thread that is in `Claim.leave` now."""
+        self.after: Afterwards | None = None
+        """Streams that use its slots."""
 
     def __call__(self) -> None:
         """End the lease."""
         if os.getpid() != self._pid:
             return
         if self.direct == threading.get_ident():
-            self._connection.release(self._lease)
+            self._release()
             return
         try:
-            self._loop.call_soon_threadsafe(self._connection.release, self._lease)
-        except RuntimeError:
-            pass  # the loop is gone, and with it the session
+            self._loop.call_soon_threadsafe(self._release)
+        except RuntimeError:  # the loop is gone, and with it the session
+            if self.after is not None:
+                self.after.wait_apart()
+
+    def _release(self) -> None:
+        if self.after is None:
+            self._connection.release(self._lease)
+        else:
+            self.after.then(partial(self._connection.release, self._lease))

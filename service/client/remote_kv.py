@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tiercache.checks import hashable, integer, seconds
-from tiercache.errors import InvalidConfig, InvalidStart, StoreError, TierCacheError, WorkerDied
-from tiercache.kernels.host import Bytes
+from tiercache.errors import DeviceRefused, InvalidConfig, InvalidStart, StaleHandle, StoreError, TierCacheError
 from tiercache.keys import pack_tokens
 from tiercache.leases import Refusal
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors, wire
 from tiercache.service.client import copies
+from tiercache.service.client.copying import Copying
 from tiercache.service.client.counts import Miss
+from tiercache.service.client.device_slots import DeviceSlots, open_slots
 from tiercache.service.client.engine import PagedKV, attach
 from tiercache.service.client.handle import Claim, Handle, Sessions, Sharing
-from tiercache.service.client.mapping import Arena
+from tiercache.service.client.mapping import Arena, Memory
 from tiercache.service.client.remote_hit import RemoteHit
-from tiercache.service.client.remote_room import RemoteRoom, Reserved
+from tiercache.service.client.remote_room import RemoteRoom, Reserved, reason_of
 from tiercache.service.face import Stored
 from tiercache.spec import KVSpec, Namespace
-from tiercache.storage.workers import Lane
 from tiercache.types import Tier
 
 _PENDING_SECONDS = 5.0
@@ -33,9 +33,6 @@ _PENDING_SECONDS = 5.0
 
 Filling = Callable[[Reserved], Coroutine[Any, Any, list[int]]]
 """Copies blocks into reserved slots, and returns the checksums of what lies there then."""
-
-_FAILURES: Mapping[type[Exception], str] = {WorkerDied: copies.DIED, StoreError: "device", OSError: "unmapped"}
-"""What makes a copy fail, and the reason that it is counted by."""
 
 
 @dataclass(slots=True)
@@ -141,10 +138,7 @@ class RemoteKV:
         tensor = tensors.require(tensor, spec, count - start, "tensor")
         planes, first = tensors.planes_for_reading(tensor, spec), start // spec.block_size
 
-        async def fill(room: Reserved) -> list[int]:
-            return await self._house.workers.run(Lane.COPY, _scatter, room, planes, first)
-
-        return await self.store(key, tier, first, fill)
+        return await self.store(key, tier, first, lambda room: room.fill(planes, first))
 
     async def attach(self, tensors: Any, *, layout: str | None = None) -> PagedKV:
         """Return an engine's own KV memory as what hits are loaded into and blocks are stored from.
@@ -249,13 +243,25 @@ class RemoteKV:
                 return opened
             try:
                 memory = await connection.memory_of(opened.arenas)
-                arenas = [Arena(memory, at, self._spec.geometry) for at in opened.arenas]
+                arenas = [await self._arena(memory, at) for at in opened.arenas]
                 tiers = [Tier[name] for name in opened.tiers]
-            except (OSError, ValueError, KeyError, TimeoutError) as error:
+            except (OSError, ValueError, KeyError, TimeoutError, StoreError) as error:
                 reason = "away" if connection.ended.is_set() else "unmapped"
                 return self._house.counts.missed(reason, f"the daemon's memory can't be mapped: {error}")
-            self._handle = Handle(connection, opened.kv, self._spec, tiers, arenas)
+            except DeviceRefused as error:
+                if connection.ended.is_set():  # the memory went with the daemon
+                    return self._house.counts.missed("away", connection.reason)
+                if isinstance(error, raises):
+                    raise
+                return self._house.counts.missed(type(error).__name__, str(error))
+            copying = Copying(arenas, self._house.workers, threads=self._house.threads, finishing=self._house.finishing)
+            self._handle = Handle(connection, opened.kv, self._spec, tiers, arenas, copying)
             return self._handle
+
+    async def _arena(self, memory: Memory, at: wire.ArenaAt) -> Arena | DeviceSlots:
+        if at.layout != wire.DEVICE_LAYOUT:
+            return Arena(memory, at, self._spec.geometry)
+        return await open_slots(memory, at, self._spec.geometry, self._house.device, self._house.workers)
 
     async def _count(self, request: type[wire.Request], key: bytes | None, **fields: Any) -> int:
         """Ask for a number of blocks; return it in tokens."""
@@ -387,10 +393,9 @@ class RemoteKV:
         copying = self._house.finishing.start(fill(room))
         try:
             sums = await asyncio.shield(copying)
-        except tuple(_FAILURES) as error:
+        except (OSError, StoreError, StaleHandle) as error:
             room.close()
-            reason = next(reason for kind, reason in _FAILURES.items() if isinstance(error, kind))
-            self._house.counts.missed(reason, str(error))
+            self._house.counts.missed(reason_of(error), str(error))
             return None
         except BaseException:
             # The thread may still be writing, and what it reads may be the caller's again: neither free nor cached.
@@ -401,10 +406,6 @@ class RemoteKV:
         finally:
             room.close()
         return room.committed if answered else None
-
-
-def _scatter(room: Reserved, planes: Bytes, first: int) -> list[int]:
-    return copies.scatter(planes, room.present - first, room.mapped())
 
 
 def _is_gone(making: asyncio.Task[Claim]) -> bool:

@@ -28,10 +28,10 @@ from tiercache.service.daemon.peers import Watch, connection_of, peer_of, pidfd_
 from tiercache.service.daemon.session import Session
 from tiercache.service.daemon.sockets import Sockets
 from tiercache.service.daemon.tcp import open_tcp, token_of
-from tiercache.service.finishing import Finishing
 from tiercache.service.inprocess import TierCache
 from tiercache.service.stack import Seams
 from tiercache.sizes import parse_size
+from tiercache.storage.finishing import Finishing
 from tiercache.storage.huge_pages import HugePages
 
 log = logging.getLogger(__name__)

@@ -94,7 +94,7 @@ async def test_m2_promotion_does_not_evict_its_own_source(tmp_path: Path, seed: 
         below = stack_of(cache).cache.residency.slots[1]
         assert free(cache)[pair.upper] == below.free == 0
         assert placed(kv, x) == placed(kv, z) == {pair.lower: 4}
-        hold = rig.copies.hold("layer" if pair.upper is Tier.HBM else "blocks", to=0, number=0)
+        hold = rig.copies.hold("blocks", to=0, number=0)
 
         async with kv.match(x) as hit:
             await hold.reached()

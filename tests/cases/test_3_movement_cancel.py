@@ -1,7 +1,8 @@
 """M3: cancel or fail at every step of a move. A promotion of 8 blocks from SSD over DRAM to HBM, stopped at each of its steps.
 
 In three ways: the task that waits is cancelled, the socket of the client that waits is dropped, the step fails. What other calls
-do at such steps is in `tests/service/test_cancel.py`.
+do at such steps is in `tests/service/test_cancel.py`, and the steps of a promotion into a device, layer by layer, in
+`test_3_movement_layers`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ NEIGHBOUR = 2
 
 
 class Point(NamedTuple):
-    """A step of the promotion: before or after the copy of a block to DRAM, the check of all, the copy of a layer to HBM."""
+    """A step of the promotion: before or after the copy of a block to DRAM (`to` is 1), or from there to HBM (0)."""
 
     kind: str
     to: int
@@ -57,13 +58,13 @@ class Point(NamedTuple):
     after: bool
 
     def __str__(self) -> str:
-        return f"{'after' if self.after else 'before'} {self.kind} {self.number}"
+        return f"{'after' if self.after else 'before'} {self.kind} {self.number} to {self.to}"
 
 
 POINTS = [
     Point(kind, to, number, after)
-    for kind, to, count in (("blocks", 1, BLOCKS), ("verify", 0, 1), ("layer", 0, 4))
-    for number in range(count)
+    for kind, to in (("blocks", 1), ("blocks", 0))
+    for number in range(BLOCKS)
     for after in (False, True)
 ]
 each_point = pytest.mark.parametrize("point", POINTS, ids=str)
@@ -71,6 +72,15 @@ each_point = pytest.mark.parametrize("point", POINTS, ids=str)
 
 def config_of(path: Path) -> Config:
     return small(hbm=BLOCKS, dram=16, ssd=96, directory=path / "ssd", admit_ms=60_000, promote_ms=60_000)
+
+
+def arrived_by(point: Point) -> dict[Tier, int]:
+    """Return where the blocks lie when the step at a point has failed: up to HBM go those before it, and no other one.
+
+    What did not come from the disk to DRAM is brought to HBM, past it.
+    """
+    count = point.number if point.to == 0 else BLOCKS
+    return {tier: blocks for tier, blocks in ((Tier.HBM, count), (Tier.DRAM, BLOCKS - count)) if blocks}
 
 
 def source_of(point: Point) -> dict[Tier, int]:
@@ -102,6 +112,8 @@ async def stop(point: Point, how: str, rig: Rig, cache: TierCache, kv: LocalKV, 
     if how == "fail":
         rig.copies.fail(point.kind, StoreError("injected"), to=point.to, number=point.number, after=point.after)
         assert await kv.prefetch(tokens) % SIZE == 0
+        await cache.settle()
+        assert placed(kv, tokens) == arrived_by(point)
     else:
         hold = rig.copies.hold(point.kind, to=point.to, number=point.number, after=point.after)
         waiter = asyncio.ensure_future(kv.prefetch(tokens))

@@ -89,7 +89,7 @@ async def test_m7_both_ways_share_the_stages(tmp_path: Path, seed: int, order: s
         house.device.recorded = 0
         promotions = [house.stack.traffic.promote(lease) for lease in leases]
         assert sum(transfer.count for transfer in house.demote(18)) == 18
-        await until(lambda: house.device.recorded == 6 * 1 + 6 * 2)  # the first layer of each up, two stages of each down
+        await until(lambda: house.device.recorded == 6 * GEOMETRY.layers + 6 * 2)  # each layer up, two stages of each down
 
         house.device.held = False
         house.device.run()
@@ -138,7 +138,7 @@ async def test_m2_a_promotion_reads_its_source_when_its_stream_comes_to_it(tmp_p
         house.device.held = True
         house.device.recorded = 0
         promotion = house.stack.traffic.promote(lease)
-        await until(lambda: house.device.recorded == 1)  # the first layer
+        await until(lambda: house.device.recorded == GEOMETRY.layers)
         house.cache.release(lease)
         pool = house.cache.residency.slots[DRAM]
         house.stack.mover.start(house.cache.moves.make_room(DRAM, pool.capacity, drop=True))
@@ -277,7 +277,10 @@ async def test_w4_layers_come_up_in_order_and_whole(tmp_path: Path, seed: int) -
         assert isinstance(flight.work, Transfer)
         slots = flight.work.slots_to
         for layer in range(GEOMETRY.layers):
-            await flight.layers[layer].wait()
+            await flight.layers[layer].known.wait()
+            event = flight.layers[layer].event
+            assert event is not None
+            event.wait()
             pool = pool_array(house.arena.pool)
             first, last = layer * GEOMETRY.parts, (layer + 1) * GEOMETRY.parts
             for place, slot in enumerate(slots):

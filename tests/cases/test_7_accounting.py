@@ -116,7 +116,6 @@ async def refused_copy(at: Given) -> None:
     """Let a copy to disk, and one to DRAM, fail."""
     await store(at.kv, at.other)
     at.rig.copies.fail("put", StoreError("injected"))
-    at.rig.copies.fail("layer", StoreError("injected"))
     at.rig.copies.fail("blocks", StoreError("injected"))
     assert await at.kv.flush(at.other) == 0
     await lower(at.cache, Tier.HBM)

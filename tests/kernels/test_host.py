@@ -15,7 +15,6 @@ from tiercache.errors import InvalidTensor
 from tiercache.kernels.host import (
     ALIGNMENT,
     copy_block,
-    copy_layer,
     copy_run,
     empty_bytes,
     gather,
@@ -94,30 +93,6 @@ def test_a_run_that_does_not_fill_its_room_is_refused(blocks: tuple[int, ...], i
     assert target.tobytes() == wanted.tobytes()
 
 
-@given(layers=small, parts=st.integers(1, 2), unit=st.integers(1, 70), data=st.data(), seed=seeds)
-def test_copy_layer_copies_that_layer_alone(layers: int, parts: int, unit: int, data: st.DataObject, seed: int) -> None:
-    """One layer arrives at its own place; all other layers keep their poison."""
-    layer = data.draw(st.integers(0, layers - 1))
-    source, target = random_bytes(seed, layers * parts, unit), poisoned(layers * parts, unit)
-    wanted = target.copy()
-    for part in range(parts):
-        wanted[layer * parts + part] = source[layer * parts + part]
-
-    copy_layer(source, target, layer, parts)
-
-    assert target.tobytes() == wanted.tobytes()
-
-
-def test_layers_one_by_one_make_the_block() -> None:
-    """Copying every layer once, in any order, is copying the block."""
-    source, target = random_bytes(1, 6, 33), poisoned(6, 33)
-
-    for layer in (2, 0, 1):
-        copy_layer(source, target, layer, 2)
-
-    assert target.tobytes() == source.tobytes()
-
-
 @given(planes=small, slots=st.integers(1, 6), unit=st.integers(1, 40), data=st.data(), seed=seeds)
 def test_gather_brings_blocks_together_in_the_order_asked(
     planes: int, slots: int, unit: int, data: st.DataObject, seed: int
@@ -192,20 +167,12 @@ def test_tokens_of_a_tensor_land_at_the_head_of_a_block(
     assert block.tobytes() == wanted.tobytes()
 
 
-def _layer(layer: int, parts: int = 2) -> Callable[[Bytes, Bytes], None]:
-    return lambda source, into: copy_layer(source, into, layer, parts)
-
-
 @pytest.mark.parametrize(
     ("move", "source", "target"),
     [
         pytest.param(copy_block, (1, 8), (4, 8), id="one plane is not stretched over four"),
         pytest.param(copy_block, (4, 1), (4, 8), id="one byte is not stretched over a plane"),
         pytest.param(copy_block, (8,), (4, 8), id="a plane is not a block"),
-        pytest.param(_layer(2), (4, 8), (4, 8), id="a layer behind the last"),
-        pytest.param(_layer(-1), (4, 8), (4, 8), id="a layer before the first"),
-        pytest.param(_layer(0, 0), (4, 8), (4, 8), id="no parts"),
-        pytest.param(_layer(0), (2, 8), (4, 8), id="a layer of a smaller block"),
         pytest.param(lambda a, b: gather(a, [0, 3], b), (4, 3, 8), (2, 4, 8), id="gather of a slot behind the last"),
         pytest.param(lambda a, b: gather(a, [0, -1], b), (4, 3, 8), (2, 4, 8), id="gather of a slot before the first"),
         pytest.param(lambda a, b: gather(a, [0], b), (4, 3, 8), (2, 4, 8), id="gather of fewer slots than room"),

@@ -139,14 +139,12 @@ class Case:
     result: int = BLOCKS
 
     def __str__(self) -> str:
-        return f"{self.call.__name__}-{self.prepare.__name__}-{self.kind}{self.number}"
+        return f"{self.call.__name__}-{self.prepare.__name__}-{self.kind}{self.number} to {self.to}"
 
 
 CASES = [
     *(Case(call, on_disk, "blocks", 1, number) for call in (ready, gather, last_layer, prefetch) for number in (0, 3, 5)),
-    *(Case(prefetch, on_disk, "layer", 0, number) for number in (0, 2, 3)),
-    Case(prefetch, in_dram, "verify", 0),
-    *(Case(prefetch, in_dram, "layer", 0, number) for number in (0, 3)),
+    *(Case(prefetch, prepare, "blocks", 0, number) for prepare in (on_disk, in_dram) for number in (0, 3, 5)),
     *(Case(call, crowded, kind, to) for call in (insert, write_in_place) for kind, to in (("blocks", 1), ("put", 2))),
     *(Case(call, durable, "discard", 2, 0, 0) for call in (delete, clear)),
     *(Case(call, in_memory, "put", 2) for call in (flush,)),

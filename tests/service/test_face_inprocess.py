@@ -37,7 +37,7 @@ class _InProcess:
 
 
 @asynccontextmanager
-async def _open(config: Config, rig: Rig | None = None) -> AsyncIterator[Opened]:
+async def open_in_process(config: Config, rig: Rig | None = None) -> AsyncIterator[Opened]:
     async with opened(config, rig) as cache:
         yield _InProcess(cache)
 
@@ -45,7 +45,7 @@ async def _open(config: Config, rig: Rig | None = None) -> AsyncIterator[Opened]
 @pytest.fixture
 def open_cache() -> OpenCache:
     """Open a cache in this process."""
-    return _open
+    return open_in_process
 
 
 class TestReading(ReadingSuite):

@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.service.caches import SIZE, is_exact, lower, opened_kv, prompt, read, small, stack_of, store
+from tests.seams import Rig
+from tests.service.caches import SIZE, is_exact, lower, opened_kv, placed, prompt, read, small, stack_of, store
 from tiercache.errors import InvalidInput
+from tiercache.kernels.host import Bytes, copy_block
 from tiercache.service.inprocess import TierCache
 from tiercache.service.kv import LocalKV
+from tiercache.storage import arenas
+from tiercache.storage.contract import Planes
 from tiercache.types import Tier
 
 GOOD = 2
@@ -104,6 +108,38 @@ async def test_a_reader_is_told_of_rot_that_a_move_found(seed: int) -> None:
         assert await cache.check() == {"nodes": 1, "blocks": GOOD, "leases": 0}
 
 
+@pytest.mark.parametrize("when", ["before the copy", "under the copy", "in the copy"])
+async def test_rot_on_the_way_up_is_found_where_it_arrives(seed: int, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """A bit of block 2 turns when its way to HBM has begun, in the middle of its copy, or in what is written: it never arrives."""
+    rig, tokens = Rig(), prompt(seed, 5)
+    rig.copies.chunk = 1
+    async with opened_kv(small(ssd=None), rig) as (cache, kv):
+        await store(kv, tokens, tier=Tier.DRAM)
+        third = block_of(cache, kv, tokens, GOOD)
+
+        def copy(source: Bytes, into: Bytes) -> None:
+            if source.ctypes.data != third.ctypes.data:
+                copy_block(source, into)
+                return
+            half = source.copy()
+            if when != "in the copy":
+                source[3, 5] ^= 1
+            copy_block(source if when == "before the copy" else half, into)
+            if when == "under the copy":
+                into[3:] = source[3:]
+            elif when == "in the copy":
+                into[3, 5] ^= 1
+
+        monkeypatch.setattr(arenas, "copy_block", copy)
+
+        assert await kv.prefetch(tokens) == GOOD * SIZE
+        assert stack_of(cache).cache.stats.failures == {"checksum": 1}
+        await cache.settle()
+        monkeypatch.undo()
+        assert placed(kv, tokens) == {Tier.HBM: GOOD} and await read(kv, tokens) == GOOD * SIZE
+        await cache.check()
+
+
 async def test_rot_under_two_readers_is_cut_off_once_for_each(seed: int) -> None:
     """Hits that share the lease each get the good part; the blocks after it leave the tree once."""
     tokens = prompt(seed, 5)
@@ -122,8 +158,13 @@ async def test_rot_under_two_readers_is_cut_off_once_for_each(seed: int) -> None
 
 def turn_a_bit(cache: TierCache, kv: LocalKV, tokens: list[int], block: int) -> None:
     """Change the bytes of a block of a prompt in its slot."""
+    block_of(cache, kv, tokens, block)[3, 5] ^= 1
+
+
+def block_of(cache: TierCache, kv: LocalKV, tokens: list[int], block: int) -> Planes:
+    """Return a block of a prompt in its slot."""
     stack, space = stack_of(cache), kv._desk.space
     lease = stack.cache.match(kv._desk.session, space, kv._key(tokens), count=False, charged=False)
     place = stack.readable(lease)[block]
     stack.cache.release(lease)
-    stack.reader.view(place)[3, 5] ^= 1
+    return stack.reader.view(place)

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, TypeVar
 
 from tiercache.errors import StoreError
-from tiercache.storage.copier import Copier
+from tiercache.storage.copier import Copier, LayerCopier
 from tiercache.storage.workers import Lane, LaneState
 from tiercache.transfer import Discard, Report, Transfer
 
@@ -166,20 +166,12 @@ class HeldCopier:
             future.set_result(part)
         return kind
 
-    def layers(self, transfer: Transfer) -> int:
-        return self._inner.layers(transfer)
+    def by_layer(self, transfer: Transfer) -> LayerCopier | None:
+        return self._inner.by_layer(transfer)
 
     def chunks(self, transfer: Transfer) -> list[tuple[int, int]]:
         """Return pieces of two blocks, so that a transfer is several copies."""
         return [(low, min(low + 2, transfer.count)) for low in range(0, transfer.count, 2)]
-
-    async def verify(self, transfer: Transfer) -> Report:
-        await self._pass("verify")
-        return await self._inner.verify(transfer)
-
-    async def layer(self, transfer: Transfer, layer: int, count: int) -> None:
-        await self._pass("layer")
-        await self._inner.layer(transfer, layer, count)
 
     async def blocks(self, transfer: Transfer, low: int, high: int) -> Report:
         part = await self._pass("blocks")

@@ -52,7 +52,8 @@ def ssd(path: Path, geometry: Geometry, slots: int) -> Store:
 
 
 def device(path: Path, geometry: Geometry, slots: int) -> Store:
-    return DeviceArena(LazyDevice(1), geometry, length=geometry.block_bytes * slots)
+    device = LazyDevice(1)
+    return DeviceArena(device, geometry, device.allocate(geometry.block_bytes * slots))
 
 
 MAKERS = {"DRAM": (Tier.DRAM, dram), "HBM": (Tier.HBM, hbm), "device": (Tier.HBM, device), "SSD": (Tier.SSD, ssd)}

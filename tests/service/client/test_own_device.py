@@ -78,7 +78,7 @@ async def test_one_that_is_open_is_taken_as_it_is() -> None:
     assert await OwnDevice(device).opened(InlineWorkers()) is device
 
 
-@pytest.mark.parametrize(("device", "lanes"), [(None, {Lane.COPY}), ("cuda:0", {Lane.COPY, Lane.UP, Lane.DOWN})])
+@pytest.mark.parametrize(("device", "lanes"), [(None, {Lane.COPY}), ("cuda:0", {Lane.COPY, Lane.UP, Lane.DOWN, Lane.RUNNER})])
 async def test_only_a_client_with_a_device_has_threads_that_wait_for_it(
     device: str | None, lanes: set[Lane], fake: FakeDaemon
 ) -> None:

@@ -56,7 +56,7 @@ async def test_what_can_be_read_in_memory_is_not_announced(folder: Path) -> None
         opened = await raw.open()
         handed = await fetched(raw)
         await stored(raw, opened, handed, tokens, tier="DRAM")
-        gate = rig.copies.hold(kind="layer", number=2)
+        gate = rig.copies.hold("blocks", to=0)
 
         hit = await raw.call(wire.Leased, wire.Match, kv=opened.kv, prompt=whole(tokens))
         await raw.call(wire.Places, wire.Ready, lease=hit.lease)

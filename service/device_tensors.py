@@ -1,0 +1,91 @@
+"""Tensors on a device as pools of it, and slots of the device as tensors: in place, both ways.
+
+Only shapes, addresses and streams are looked at here. Nothing is copied, and nothing waits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tiercache.errors import InvalidTensor
+from tiercache.kernels.device import Device, Memory, Pool
+from tiercache.service.tensors import is_regular
+from tiercache.spec import KVSpec
+from tiercache.storage.device_passage import Runner, Sheet
+
+if TYPE_CHECKING:
+    import torch
+
+
+_HOST = "cpu"
+
+
+class DeviceTensors:
+    """What torch and a device know of each other. A test replaces `holds` and `pointer`, where torch knows no such device."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def holds(self, tensor: Any) -> bool:
+        """Return whether `tensor` is one of torch's, and lies in the device's memory."""
+        return isinstance(tensor, _torch().Tensor) and str(tensor.device) == self.device.tensors
+
+    def pointer(self) -> int:
+        """Return the driver's pointer to the stream that is torch's current one on the device, for the calling thread.
+
+        0 where torch knows the device's memory as the host's: what it does there has happened when it returns.
+        """
+        if self.device.tensors == _HOST:
+            return 0
+        return int(_torch().cuda.current_stream(self.device.tensors).cuda_stream)
+
+    def runner(self) -> Runner:
+        """Return the stream that is torch's current one on the device, for the calling thread."""
+        pointer = self.pointer()
+        return Runner(pointer, self.device.adopt(pointer))
+
+    def sheet(self, tensor: torch.Tensor, spec: KVSpec, name: str) -> Sheet:
+        """Return the whole blocks of a tensor `[layers, parts, tokens, kv_heads, head_dim]` in place.
+
+        They are one pool where the planes lie whole blocks apart, as in a tensor of whole blocks or a slice along tokens of one;
+        else one a plane, which takes launches for each. The sheet holds the tensor. Raises InvalidTensor, naming the strides, where
+        the tokens of a plane are not contiguous.
+        """
+        if not is_regular(tensor):
+            raise InvalidTensor(
+                f"{name} has strides {tensor.stride()}; each layer's tokens must be contiguous", found=tensor.stride()
+            )
+        layers, parts, tokens = tensor.shape[:3]
+        planes, blocks, unit = layers * parts, tokens // spec.block_size, spec.block_size * spec.token_bytes
+        if not blocks:
+            return Sheet([])
+        distance = (tensor.stride(1) if parts > 1 else tensor.stride(0)) * tensor.element_size()
+        if planes == 1:
+            distance = blocks * unit
+        storage = tensor.untyped_storage()
+        behind = storage.nbytes() - tensor.storage_offset() * tensor.element_size()
+        # The pool must end where the memory does: what is missing behind the last plane, as in a slice, lies before the first one.
+        first = max(0, -(-(planes * distance - behind) // unit))
+        address = tensor.data_ptr() - first * unit
+        if distance % unit == 0 and address >= storage.data_ptr():
+            memory = self.device.borrow(address, planes * distance, tensor)
+            return Sheet([Pool(memory, planes, distance // unit, unit)], first)
+        memory = self.device.borrow(tensor.data_ptr(), (planes - 1) * distance + blocks * unit, tensor)
+        part = self.device.part
+        return Sheet([Pool(part(memory, plane * distance, blocks * unit), 1, blocks, unit) for plane in range(planes)])
+
+    def address(self, memory: Memory) -> int:
+        """Return where the device's memory begins, in the device's addresses."""
+        return int(_torch().from_dlpack(self.device.array(memory, 1)).data_ptr())
+
+    def block(self, pool: Pool, slot: int, spec: KVSpec) -> torch.Tensor:
+        """Return a slot of the device in place as a tensor `[layers, parts, block_size, kv_heads, head_dim]`."""
+        lib = _torch()
+        whole = lib.from_dlpack(self.device.array(pool.memory, pool.planes, pool.slots, pool.unit_bytes))
+        typed = whole[:, slot].view(getattr(lib, spec.dtype))
+        return typed.unflatten(0, (-1, spec.parts)).unflatten(2, (spec.block_size, spec.kv_heads, spec.head_dim))  # type: ignore[no-any-return]
+
+
+def _torch() -> Any:
+    return importlib.import_module("torch")

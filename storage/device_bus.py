@@ -1,0 +1,70 @@
+"""What the stores of one geometry have of a device: its slots, the stages of the way there, host memory pinned for it."""
+
+from __future__ import annotations
+
+import logging
+
+from tiercache.kernels.device import Device, Memory
+from tiercache.kernels.host import Bytes
+from tiercache.spec import Geometry
+from tiercache.storage.device_arena import DeviceArena
+from tiercache.storage.pinning import Pinning
+from tiercache.storage.staging import Ring
+
+log = logging.getLogger(__name__)
+
+STAGES = 4
+"""So many copies are under way at once. Two keep the bus busy one way; there are two ways, and readers beside the transfers."""
+STAGE_BYTES = 32 << 20
+"""Bytes of a stage at most: a millisecond of the bus, beside which what a copy costs before it begins is little."""
+
+
+class Bus:
+    """A device's arena in `memory`, a ring of stages for it, and the host memory `below` pinned, whose slots are `slot_bytes` long.
+
+    Raises TierTooSmall if `length` bytes hold no block, and MemoryRefused if the device or the host has no room for the stages.
+    Memory that can't be pinned is no error: `pageable` says why. Blocks the calling thread, for as long as pinning takes.
+    """
+
+    def __init__(
+        self, device: Device, geometry: Geometry, memory: Memory, *, length: int, most: int, below: Bytes | None, slot_bytes: int
+    ) -> None:
+        self.device = device
+        self._abandoned = False
+        self.arena = DeviceArena(device, geometry, memory, length=length, most=most)
+        blocks = max(1, min(self.arena.capacity, STAGE_BYTES // geometry.block_bytes))
+        self.ring = Ring(device, geometry, stages=STAGES, blocks=blocks)
+        self._below = below
+        self._pinning = None if below is None else Pinning(device, below, slot_bytes=slot_bytes)
+        if self.pageable is not None:
+            log.warning("DRAM for blocks of %d bytes stays pageable: %s", geometry.block_bytes, self.pageable)
+
+    @property
+    def together(self) -> int | None:
+        """How many slots of the host memory one copy may cross: no copy goes over a multiple of it."""
+        return None if self._pinning is None else self._pinning.together
+
+    @property
+    def pageable(self) -> str | None:
+        """Why the host memory is not pinned; None when it is, or when there is none."""
+        return None if self._pinning is None else self._pinning.refused
+
+    @property
+    def below_bytes(self) -> int:
+        """Bytes of host memory that are pinned, or would be."""
+        return 0 if self._below is None else self._below.nbytes
+
+    def abandon(self) -> None:
+        """Keep all of it as it is, whoever closes it: the device may still copy, and nobody knows for how long."""
+        self._abandoned = True
+        log.error("a copy of %s does not end; its memory is kept until the process ends", self.device.name)
+
+    def close(self) -> None:
+        """Unpin, and let go of slots and stages. Nothing is being copied any more. May be called twice."""
+        if self._abandoned:
+            return
+        if self._pinning is not None:
+            self._pinning.close()
+        self.ring.close()
+        self.arena.close()
+        self._below = None
