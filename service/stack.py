@@ -54,7 +54,7 @@ _WRITERS = 4
 """Threads that hand writes to the store: it does one after the other, and what waits together in one transaction."""
 
 _WAITERS = 2
-"""Threads that wait for a device each way: for a transfer, and for a reader or writer beside it."""
+"""Threads that wait for a device in each of its lanes: for a transfer, say, and for a reader or writer beside it."""
 
 BATCHES = 8
 """Write transactions in one move to the disk: while one is written the next is brought together, and one sync and one transaction
@@ -73,7 +73,7 @@ def _threads(config: Config, clock: Clock) -> Workers:
 def lanes_of(config: Config) -> dict[Lane, int]:
     """Return how many threads a cache has in which lane."""
     counts = {Lane.COPY: config.copy_threads, Lane.READ: config.read_threads, Lane.WRITE: _WRITERS, Lane.WATCH: 1}
-    return counts if config.device == CPU else {**counts, Lane.DOWN: _WAITERS, Lane.UP: _WAITERS}
+    return counts if config.device == CPU else {**counts, Lane.DOWN: _WAITERS, Lane.UP: _WAITERS, Lane.RUNNER: _WAITERS}
 
 
 def _as_it_is(copier: Copier) -> Copier:

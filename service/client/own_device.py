@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
+from tiercache.devices import CPU
 from tiercache.errors import DeviceRefused
 from tiercache.kernels.device import Device, Memory
-from tiercache.kernels.opening import CPU, open_device, require_name
+from tiercache.kernels.opening import open_device, require_name
 from tiercache.service.device_tensors import DeviceTensors
 from tiercache.spec import Geometry
 from tiercache.storage.staging import Ring

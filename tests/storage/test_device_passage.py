@@ -33,7 +33,7 @@ class House:
 
     def __init__(self, seed: int, *, stages: int = 2, together: int | None = None) -> None:
         self.device = LazyDevice(seed)
-        self.arena = DeviceArena(self.device, GEOMETRY, length=SLOTS * GEOMETRY.block_bytes)
+        self.arena = DeviceArena(self.device, GEOMETRY, self.device.allocate(SLOTS * GEOMETRY.block_bytes))
         self.memory = HostMemory(block_first_slot_bytes(GEOMETRY) * SLOTS)
         self.dram = DramArena(self.memory, GEOMETRY)
         self.content = {(position, slot): block(position * SLOTS + slot) for position in (0, 1) for slot in range(SLOTS)}

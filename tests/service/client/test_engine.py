@@ -383,8 +383,10 @@ async def test_a_store_that_is_cancelled_reads_no_more_and_stores_nothing(fake: 
     gives_room(fake, [0, 1, 2, 3])
     async with connect(fake.address, device=lazy) as client:
         _, paged = await attached(client, engine)
+        computed = paged.now()
+        lazy.run()
         lazy.held = True
-        storing = paged.store(TOKENS, IDS)
+        storing = paged.store(TOKENS, IDS, after=computed)
         waiting = asyncio.ensure_future(_outcome(storing))
         await until(lambda: lazy.enqueued >= SPEC.layers + 1)
         waiting.cancel()
