@@ -157,6 +157,10 @@ class BlockingKV:
         """Return an engine's own KV memory as what hits are loaded into and blocks are stored from."""
         return BlockingPaged(self._client, self._client.run(self._kv.attach(tensors, layout=layout)))
 
+    def shared_hit(self, number: int) -> BlockingHit:
+        """Return a hit on a lease of the client that this one joined, by its `number` there, to be entered with `with`."""
+        return BlockingHit(self._client, self._kv.shared_hit(number))
+
     def flush(self, tokens: Any) -> int:
         """Bring the cached prefix to the durable tier; return how many leading tokens are durable."""
         return self._client.run(self._kv.flush(tokens))
@@ -207,6 +211,11 @@ class BlockingHit:
     def tokens(self) -> int:
         """How many leading tokens the lease covers."""
         return self.hit.tokens
+
+    @property
+    def number(self) -> int | None:
+        """The lease's number, for a client that joined this one; None without a lease."""
+        return self.hit.number
 
     @property
     def tiers(self) -> Mapping[Tier, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from tests.engines import Engine, layouts
+from tests.service.client.attached import IDS, LAYOUT, TOKENS, attached, engine_of, gives_room, outcome
 from tests.service.client.fake import SIZE, SPACE, SPEC, FakeDaemon, turn, until
 from tiercache.errors import DeviceRefused, InvalidInput, InvalidStart, InvalidTensor, LeaseReleased
 from tiercache.kernels.device import Event
@@ -19,61 +19,9 @@ from tiercache.kernels.lazy import LazyDevice
 from tiercache.service import wire
 from tiercache.service.client import copies
 from tiercache.service.client.blocking import BlockingClient
-from tiercache.service.client.client import Client, connect
-from tiercache.service.client.engine import PagedKV
-from tiercache.service.client.remote_kv import RemoteKV
+from tiercache.service.client.client import connect
 from tiercache.storage import engine_copies
 from tiercache.storage.engine_memory import put
-
-TOKENS = list(range(4 * SIZE))
-LAYOUT = "kv block token head dim"
-IDS = [5, 0, 7, 2]
-
-
-@pytest.fixture(params=["host", "device"])
-def device(request: pytest.FixtureRequest, seed: int) -> Iterator[LazyDevice | None]:
-    """No device, or one whose copies come late."""
-    lazy = LazyDevice(seed) if request.param == "device" else None
-    yield lazy
-    if lazy is not None:
-        lazy.held = False
-        lazy.run()
-        assert lazy.registered == []
-
-
-@pytest.fixture
-def lazy(seed: int) -> LazyDevice:
-    """A device whose copies come late."""
-    return LazyDevice(seed)
-
-
-def engine_of(layout: str = LAYOUT, blocks: int = 8) -> Engine:
-    return Engine(SPEC, blocks, layout)
-
-
-async def attached(client: Client, engine: Engine) -> tuple[RemoteKV, PagedKV]:
-    """Open the namespace and attach an engine's memory."""
-    kv = await client.open(SPACE, SPEC)
-    return kv, await kv.attach(engine.tensors, layout=engine.layout)
-
-
-def gives_room(fake: FakeDaemon, slots: list[int], *, present: int = 0) -> None:
-    """Answer the next reservation with these slots, later ones with none, and count commits."""
-
-    def room(asked: wire.Reserve) -> wire.Reserved:
-        first = fake.count(wire.Reserve) == 1
-        there = present if first else present + len(slots)
-        return wire.Reserved(
-            id=asked.id, reservation=asked.id, present=there, pending=0, places=fake.places(slots if first else [])
-        )
-
-    fake.answers[wire.Reserve] = room
-    fake.answers[wire.Commit] = lambda asked: wire.Count(id=asked.id, count=asked.upto)
-
-
-def committed(fake: FakeDaemon) -> list[wire.Commit]:
-    return [frame for frame in fake.asked if isinstance(frame, wire.Commit)]
-
 
 # --- loading ----------------------------------------------------------------------------------------------------------------
 
@@ -276,7 +224,7 @@ async def test_the_lease_is_held_until_the_copies_are_over(fake: FakeDaemon, laz
         lazy.held = True
         async with kv.match(TOKENS) as hit:
             loading = paged.load(hit, IDS)
-        waiting = asyncio.ensure_future(_outcome(loading))
+        waiting = asyncio.ensure_future(outcome(loading))
         await until(lambda: lazy.enqueued >= 2 * SPEC.layers)
         waiting.cancel()
         await client.check()
@@ -290,10 +238,6 @@ async def test_the_lease_is_held_until_the_copies_are_over(fake: FakeDaemon, laz
         await fake.until(wire.Release)
         with pytest.raises(LeaseReleased):
             paged.load(hit, IDS)
-
-
-async def _outcome(loading: Any) -> Any:
-    return await loading
 
 
 async def test_a_device_that_fails_is_a_miss(fake: FakeDaemon, lazy: LazyDevice) -> None:
@@ -326,93 +270,6 @@ async def test_without_a_daemon_nothing_is_loaded(device: LazyDevice | None) -> 
 
         assert (loaded.blocks, loaded.bad, loaded.reason) == (0, tuple(IDS), "absent")
         assert (stored.stored, stored.refused) == (0, 4 * SIZE) and engine.untouched()
-
-
-# --- storing ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", layouts(SPEC))
-async def test_blocks_are_stored_as_they_lie(fake: FakeDaemon, device: LazyDevice | None, layout: str) -> None:
-    """Every layout: the slots hold what a runner would have inserted, and the checksums are theirs."""
-    engine = engine_of(layout)
-    engine.compute(TOKENS, IDS, space=SPACE)
-    gives_room(fake, [3, 1, 8, 12])
-    async with connect(fake.address, device=device) as client:
-        _, paged = await attached(client, engine)
-        stored = await paged.store([*TOKENS, 1, 2], IDS)
-
-        assert (stored.stored, stored.present, stored.refused) == (4 * SIZE, 0, 0)
-        found = fake.places([3, 1, 8, 12], [int(one) for one in np.frombuffer(committed(fake)[0].checksums, "<u8")])
-        assert found == fake.fill(TOKENS, [3, 1, 8, 12]) and client.stats().written == 4 * SPEC.block_bytes
-
-
-async def test_what_is_there_already_is_not_read(fake: FakeDaemon, device: LazyDevice | None) -> None:
-    """`start`, and blocks that another has stored: each slot gets the block that is its own."""
-    engine = engine_of()
-    engine.compute(TOKENS, [6, 1, 4], space=SPACE, start=SIZE)
-    gives_room(fake, [5, 6], present=2)
-    async with connect(fake.address, device=device) as client:
-        _, paged = await attached(client, engine)
-        stored = await paged.store(TOKENS, [6, 1, 4], start=SIZE)
-        slots = [fake.slots[slot].copy() for slot in (5, 6)]
-        fake.fill(TOKENS, [0, 1, 2, 3])
-
-        assert (stored.stored, stored.present, stored.refused) == (2 * SIZE, SIZE, 0)
-        assert all(np.array_equal(slot, fake.slots[place]) for slot, place in zip(slots, (2, 3), strict=True))
-
-
-async def test_a_store_comes_after_what_computes_the_blocks(fake: FakeDaemon, lazy: LazyDevice) -> None:
-    """The pass that writes the KV is enqueued, not done, when it is handed over."""
-    engine = engine_of()
-    gives_room(fake, [0, 1, 2, 3])
-    async with connect(fake.address, device=lazy) as client:
-        _, paged = await attached(client, engine)
-        lazy.adopt(0).call(lambda: engine.compute(TOKENS, IDS, space=SPACE))
-        point = paged.now()
-        stored = await paged.store(TOKENS, IDS, after=point)
-        slots = [slot.copy() for slot in fake.slots[:4]]
-        fake.fill(TOKENS, [0, 1, 2, 3])
-
-        assert stored.stored == 4 * SIZE and all(np.array_equal(*pair) for pair in zip(slots, fake.slots[:4], strict=True))
-
-
-async def test_a_store_that_is_cancelled_reads_no_more_and_stores_nothing(fake: FakeDaemon, lazy: LazyDevice) -> None:
-    """Who waited leaves when the blocks are his again; the slots go back after the last copy."""
-    engine = engine_of()
-    engine.compute(TOKENS, IDS, space=SPACE)
-    gives_room(fake, [0, 1, 2, 3])
-    async with connect(fake.address, device=lazy) as client:
-        _, paged = await attached(client, engine)
-        computed = paged.now()
-        lazy.run()
-        lazy.held = True
-        storing = paged.store(TOKENS, IDS, after=computed)
-        waiting = asyncio.ensure_future(_outcome(storing))
-        await until(lambda: lazy.enqueued >= SPEC.layers + 1)
-        waiting.cancel()
-        await client.check()
-        assert fake.count(wire.Close) == 0 and not any(one.done for one in [storing]) and not waiting.done()
-
-        lazy.held = False
-        lazy.run()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert storing.done
-        await fake.until(wire.Close)
-        assert committed(fake) == []
-
-
-async def test_a_store_that_a_device_fails_is_refused(fake: FakeDaemon, lazy: LazyDevice) -> None:
-    engine = engine_of()
-    gives_room(fake, [0, 1, 2, 3])
-    async with connect(fake.address, device=lazy) as client:
-        _, paged = await attached(client, engine)
-        lazy.fails_after = lazy.enqueued + 2
-        stored = await paged.store(TOKENS, IDS)
-        await fake.until(wire.Close)
-
-        assert (stored.stored, stored.refused) == (0, 4 * SIZE) and committed(fake) == []
-        assert client.stats().misses == {"device": 1}
 
 
 # --- what is wrong is said --------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from tests.service.caches import LARGE, SPACE, leases, lower, prompt, read, rese
 from tests.service.client.daemons import own_process, running
 from tiercache.config import Config
 from tiercache.kernels.lazy import LazyDevice
+from tiercache.service.client.blocking import BlockingClient
 from tiercache.service.client.client import BackOff, connect
 from tiercache.storage.engine_memory import LAYOUTS
 from tiercache.types import Tier
@@ -26,16 +26,6 @@ LAYOUT = "block head token (kv dim)"
 def house(directory: Path, *, dram: int = 24) -> Config:
     """DRAM and SSD, as where the engine owns its GPU's memory."""
     return small(hbm=None, dram=dram, ssd=96, directory=directory, spec=LARGE, admit_ms=5000)
-
-
-@pytest.fixture(params=["host", "device"])
-def device(request: pytest.FixtureRequest, seed: int) -> Iterator[LazyDevice | None]:
-    """No device, or one whose copies come late."""
-    lazy = LazyDevice(seed) if request.param == "device" else None
-    yield lazy
-    if lazy is not None:
-        lazy.run()
-        assert lazy.registered == []
 
 
 async def test_an_engines_blocks_come_back_after_eviction_and_restart(tmp_path: Path, device: LazyDevice | None, seed: int) -> None:
@@ -150,3 +140,36 @@ async def test_a_daemon_that_dies_under_a_load_hurts_nobody(tmp_path: Path, seed
                     await asyncio.sleep(0)
             assert engine.holds(tokens, [7, 6, 5, 4, 3, 2], space=SPACE)
     assert lazy.registered == []
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_worker_loads_what_its_scheduler_has_matched(tmp_path: Path, blocking: bool, seed: int) -> None:
+    """Another process of the engine takes part in the lease by its number; the engine's memory is that process's."""
+    tokens = prompt(seed, 5)
+    engine = Engine(LARGE, 8, LAYOUT)
+    ids = [4, 1, 7, 0, 2]
+    async with running(house(tmp_path)) as (_, address), connect(address) as scheduler:
+        kv = await scheduler.open(SPACE, LARGE)
+        await store(kv, tokens)
+        async with kv.match(tokens) as hit:
+            token, number = scheduler.token, hit.number
+            assert token is not None and number is not None
+
+            def work(token: bytes = token, number: int = number) -> int:
+                with BlockingClient(address, join=token) as worker:
+                    own = worker.open(SPACE, LARGE)
+                    paged = own.attach(engine.tensors, layout=LAYOUT)
+                    with own.shared_hit(number) as shared:
+                        assert shared.number == number
+                        return paged.load(shared, ids).result().blocks
+
+            if blocking:
+                blocks = await asyncio.get_running_loop().run_in_executor(None, work)
+            else:
+                async with connect(address, join=token) as worker:
+                    own = await worker.open(SPACE, LARGE)
+                    paged = await own.attach(engine.tensors, layout=LAYOUT)
+                    async with own.shared_hit(number) as shared:
+                        blocks = (await paged.load(shared, ids)).blocks
+
+        assert blocks == 5 and engine.holds(tokens, ids, space=SPACE)
