@@ -27,17 +27,17 @@ class DeviceTensors:
     def __init__(self, device: Device) -> None:
         self.device = device
 
+    @property
+    def enqueues(self) -> bool:
+        """Whether torch enqueues what it does in the device's memory; in the host's it is done when a call returns."""
+        return self.device.tensors != _HOST
+
     def holds(self, tensor: Any) -> bool:
         """Return whether `tensor` is one of torch's, and lies in the device's memory."""
         return isinstance(tensor, _torch().Tensor) and str(tensor.device) == self.device.tensors
 
     def pointer(self) -> int:
-        """Return the driver's pointer to the stream that is torch's current one on the device, for the calling thread.
-
-        0 where torch knows the device's memory as the host's: what it does there has happened when it returns.
-        """
-        if self.device.tensors == _HOST:
-            return 0
+        """Return the driver's pointer to the stream that is torch's current one on the device, for the calling thread."""
         return int(_torch().cuda.current_stream(self.device.tensors).cuda_stream)
 
     def runner(self) -> Runner:

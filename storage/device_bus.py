@@ -33,6 +33,7 @@ class Bus:
         self.slot_bytes = memory.size
         """Bytes of the device's memory that the slots lie in, what is left over included."""
         self._abandoned = False
+        self._handle: bytes | None = None
         self.arena = DeviceArena(device, geometry, memory, length=length, most=most)
         blocks = max(1, min(self.arena.capacity, STAGE_BYTES // geometry.block_bytes))
         self.ring = Ring(device, geometry, stages=STAGES, blocks=blocks)
@@ -60,6 +61,12 @@ class Bus:
     def pinned_bytes(self) -> int:
         """Bytes of host memory below that are pinned."""
         return 0 if self.pageable is not None else self.below_bytes
+
+    def handle(self) -> bytes:
+        """Return what another process opens the slots' memory by. Raises MemoryRefused where the driver refuses that, Closed."""
+        if self._handle is None:
+            self._handle = self.device.export(self.arena.pool.memory)
+        return self._handle
 
     def abandon(self) -> None:
         """Keep all of it as it is, whoever closes it: the device may still copy, and nobody knows for how long."""

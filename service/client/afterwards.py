@@ -31,7 +31,7 @@ class Afterwards:
 
     def note(self, slots: DeviceSlots | None = None) -> Runner | None:
         """Count the calling thread's current stream among them, as a user of `slots`, or of what is used already."""
-        if slots is not None:
+        if slots is not None and slots.tensors.enqueues:
             self._slots.add(slots)
         runner = None
         for one in self._slots:

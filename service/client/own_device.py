@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
-from tiercache.devices import CPU
+from tiercache.devices import CPU, require_name
 from tiercache.errors import DeviceRefused
 from tiercache.kernels.device import Device, Memory
-from tiercache.kernels.opening import open_device, require_name
+from tiercache.kernels.opening import open_device
 from tiercache.service.device_tensors import DeviceTensors
 from tiercache.spec import Geometry
 from tiercache.storage.staging import Ring
@@ -17,9 +17,9 @@ from tiercache.storage.workers import Lane, Workers
 
 DEVICE_LANES = {Lane.UP: 1, Lane.DOWN: 1, Lane.RUNNER: 1}
 """Threads that wait for a device, where a client has one."""
-_STAGES = 3
+_STAGES = 4
 _STAGE_BYTES = 16 << 20
-"""Two stages for one call, and one for another beside it. Every client on a card has these, on both sides of the bus."""
+"""Two stages each way, for one call at a time. Every client on a card has these, on both sides of the bus."""
 
 
 class OwnDevice:

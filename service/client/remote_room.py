@@ -252,7 +252,7 @@ class RemoteRoom:
             return []
 
     def note_stream(self) -> Event | None:
-        """Let the room's slots go back after what the calling thread's stream on a device does with them; return an event after it."""
+        """Let the slots go back after what the calling thread's stream on a device does with them; return an event after that."""
         return self._reserved.note_stream() if self._reserved is not None else None
 
     def commit(self, upto: int) -> Coroutine[Any, Any, int]:

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tiercache.checks import seconds
-from tiercache.errors import AuditFailed, DeviceRefused, InvalidInput, InvalidSpec, InvalidStart, LimitReached, UnknownHandle
+from tiercache.errors import (
+    AuditFailed,
+    DeviceRefused,
+    InvalidInput,
+    InvalidSpec,
+    InvalidStart,
+    LimitReached,
+    MemoryRefused,
+    UnknownHandle,
+)
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import wire
 from tiercache.service.daemon.claims import Held, lost
@@ -22,6 +31,7 @@ from tiercache.service.invalidation import chosen_by, selection_of
 from tiercache.service.stack import Stack
 from tiercache.spec import KVSpec, Namespace, Selection
 from tiercache.storage.arenas import HostArena
+from tiercache.storage.device_bus import Bus
 from tiercache.types import Tier
 
 if TYPE_CHECKING:
@@ -43,15 +53,10 @@ async def open_space(session: Session, frame: wire.Open) -> wire.Reply:
         raise InvalidSpec(str(error).partition("__init__() ")[2] or str(error)) from error
     cache = session.house.cache
     stack, place = await cache.locate(space, spec, shard=frame.shard)
-    if stack.bus is not None:
-        raise DeviceRefused(f"the HBM tier of this daemon lies on {stack.bus.device.name}, whose slots it can't hand out yet")
+    arenas = _arenas(stack, session.house)
+    session.watch.on_device = session.watch.on_device or stack.bus is not None
     desk = Desk(stack, place, spec, session.holdings.account(stack), require_open=cache.require_open)
-    return wire.Opened(
-        id=frame.id,
-        kv=session.add_desk(desk),
-        tiers=[str(tier) for tier in stack.cache.tiers],
-        arenas=_arenas(stack, session.house),
-    )
+    return wire.Opened(id=frame.id, kv=session.add_desk(desk), tiers=[str(tier) for tier in stack.cache.tiers], arenas=arenas)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------------
@@ -250,7 +255,8 @@ async def check(session: Session, frame: wire.Check) -> wire.Reply:
 
 
 def _arenas(stack: Stack, house: House) -> list[wire.ArenaAt]:
-    return [
+    own = [_on_device(stack, stack.bus)] if stack.bus is not None else []
+    return own + [
         wire.ArenaAt(
             tier=str(store.tier),
             layout=store.layout,
@@ -263,6 +269,26 @@ def _arenas(stack: Stack, house: House) -> list[wire.ArenaAt]:
         for store in stack.stores
         if isinstance(store, HostArena)
     ]
+
+
+def _on_device(stack: Stack, bus: Bus) -> wire.ArenaAt:
+    """Return where the fastest tier lies, which is on a device. Raises DeviceRefused where no other process can open it."""
+    arena = bus.arena
+    try:
+        handle = bus.handle()
+    except MemoryRefused as error:
+        raise DeviceRefused(f"the {arena.tier} tier lies on {bus.device.name}, and can't be handed over: {error}") from error
+    return wire.ArenaAt(
+        tier=str(arena.tier),
+        layout=wire.DEVICE_LAYOUT,
+        memory=-1,
+        offset=0,
+        length=arena.capacity * arena.geometry.block_bytes,
+        slots=arena.capacity,
+        generations=stack.generations_at[arena.tier],
+        handle=handle,
+        device=bus.device.uuid,
+    )
 
 
 class Way(NamedTuple):

@@ -1,6 +1,7 @@
 """A client in a process of its own: `python child.py ROLE ADDRESS SEED`. It says one line for each step, as JSON.
 
-`hold-…` roles go to one point of a lease's or a reservation's life, say so, and stay there until they are killed.
+A role with `-on-device` has a lazy device, which is held while it holds a copy. `hold-…` roles go to one point of a lease's or a
+reservation's life, say so, and stay there until they are killed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Coroutine
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,14 @@ import torch
 
 from tests.service.caches import LARGE, SPACE, is_exact, prompt, tensor_of
 from tiercache.errors import LeaseLost
+from tiercache.kernels.lazy import LazyDevice
 from tiercache.service.client import copies
 from tiercache.service.client.client import Client, connect
 from tiercache.service.client.remote_kv import RemoteKV
 
 BLOCKS = 24
 ON_UVLOOP = "-on-uvloop"
+ON_DEVICE = "-on-device"
 
 
 def say(**what: object) -> None:
@@ -80,7 +84,17 @@ async def stopped(kv: RemoteKV, seed: int) -> None:
     say(**found)
 
 
-async def run(role: str, client: Client, seed: int) -> None:
+async def held(device: LazyDevice, copy: Coroutine[Any, Any, object]) -> None:
+    """Let a copy be enqueued and not happen, say so, and stay."""
+    device.held = True
+    copying = asyncio.ensure_future(copy)
+    while not any(len(stream.work) > 1 for stream in device.streams):  # noqa: ASYNC110 - enqueueing sets no event
+        await asyncio.sleep(0.001)
+    await stay()
+    await copying
+
+
+async def run(role: str, client: Client, seed: int, device: LazyDevice | None = None) -> None:
     """Play a role."""
     kv = await client.open(SPACE, LARGE)
     if role == "stopped":
@@ -111,6 +125,8 @@ async def run(role: str, client: Client, seed: int) -> None:
             say(tokens=hit.tokens, exact=exact and in_place, **asdict(client.stats()))
         return
     if role == "hold-writing":
+        if device is not None:
+            await held(device, kv.insert(tokens, data))
         stick("scatter")
         await kv.insert(tokens, data)
     if role == "hold-reading":
@@ -118,7 +134,7 @@ async def run(role: str, client: Client, seed: int) -> None:
     if role in ("hold-lease", "hold-view", "hold-reading"):
         async with kv.match(tokens) as hit:
             if role == "hold-reading":
-                await hit.gather()
+                await (hit.gather() if device is None else held(device, hit.gather()))
             kept = hit.view(0, 0) if role == "hold-view" else None
             await client.check()
             await stay()
@@ -135,8 +151,9 @@ async def run(role: str, client: Client, seed: int) -> None:
 async def main() -> None:
     """Connect, and play."""
     role, address, seed = sys.argv[1:]
-    async with connect(address, deadline=60.0) as client:
-        await run(role.removesuffix(ON_UVLOOP), client, int(seed))
+    device = LazyDevice(int(seed)) if role.endswith(ON_DEVICE) else None
+    async with connect(address, deadline=60.0, device=device) as client:
+        await run(role.removesuffix(ON_UVLOOP).removesuffix(ON_DEVICE), client, int(seed), device)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,10 @@ async def running(config: Config, rig: Rig | None = None) -> AsyncIterator[tuple
 class Process:
     """A daemon in a process of its own, which can be killed, stopped and started again on the same socket and directory."""
 
-    def __init__(self, directory: Path, config: Config) -> None:
+    def __init__(self, directory: Path, config: Config, *, on_device: bool = False) -> None:
         self.address = f"unix://{directory}/s"
         self._starts = 0
+        self._on_device = on_device
         self._socket = directory / "s"
         self._file = directory / "config.toml"
         tiers = ", ".join(f'{{tier = "{tier.tier}", capacity = {tier.bytes}}}' for tier in config.tiers)
@@ -60,6 +61,11 @@ class Process:
         command = [sys.executable, "-m", "tiercache.service.daemon", "--config", str(self._file), "--socket", str(self._socket)]
         self._starts += 1
         environment = os.environ | {"PYTHONHASHSEED": str(self._starts)}
+        if self._on_device:
+            path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), *sys.path]))
+            command = [sys.executable, str(Path(__file__).with_name("device_daemon.py")), str(self._file), str(self._socket)]
+            self.process = subprocess.Popen(command, env=environment | {"PYTHONPATH": path})
+            return
         self.process = subprocess.Popen([*command, "--log-level", "error"], env=environment)
 
     @property
@@ -81,10 +87,10 @@ class Process:
 
 
 @contextmanager
-def own_process(config: Config) -> Iterator[Process]:
-    """Run a daemon in a process of its own."""
+def own_process(config: Config, *, on_device: bool = False) -> Iterator[Process]:
+    """Run a daemon in a process of its own; `on_device` with its HBM tier on a lazy device."""
     with tempfile.TemporaryDirectory(prefix="tc") as place:
-        daemon = Process(Path(place), config)
+        daemon = Process(Path(place), config, on_device=on_device)
         daemon.start()
         try:
             yield daemon

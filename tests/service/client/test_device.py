@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,7 +24,9 @@ from tiercache.kernels.device import Device
 from tiercache.leases import Refusal
 from tiercache.service import wire
 from tiercache.service.client.client import Client, connect
+from tiercache.service.client.own_device import OwnDevice
 from tiercache.service.client.remote_kv import RemoteKV
+from tiercache.service.device_tensors import DeviceTensors
 from tiercache.service.face import Stored
 from tiercache.storage.checksum import checksum
 
@@ -191,7 +195,8 @@ async def test_a_device_that_fails_is_a_miss(daemon: DeviceDaemon, own: Counting
         await client.check()
         assert stored == Stored(0, 0, 4 * SIZE) and stored.refused_because is Refusal.UNREACHED
         assert client.stats().misses == {"device": 4}
-        assert daemon.count(wire.Close) == 2 and daemon.count(wire.Distrust) == daemon.count(wire.Commit) == 0
+        await daemon.until(wire.Close, 2)
+        assert daemon.count(wire.Distrust) == daemon.count(wire.Commit) == 0
         async with kv.match(TOKENS) as hit:
             assert is_exact(await hit.gather(), TOKENS) and hit.tokens == 4 * SIZE
 
@@ -440,3 +445,81 @@ def test_an_arena_of_before_there_were_devices_means_what_it_meant() -> None:
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(before), type=wire.ArenaAt)
     assert (read.layout, read.handle, read.device) == ("layer-first", None, None)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(now), type=Before).layout == "device"
+
+
+# --- a runner's streams ---------------------------------------------------------------------------------------------------
+
+
+class Enqueuing(DeviceTensors):
+    """As if torch enqueued what it does in the lazy device's memory, on the stream that is current."""
+
+    current = 7
+
+    @property
+    def enqueues(self) -> bool:
+        """Say so."""
+        return True
+
+    def pointer(self) -> int:
+        """Return the stream's number."""
+        return self.current
+
+
+@asynccontextmanager
+async def streaming(daemon: DeviceDaemon, own: CountingDevice) -> AsyncIterator[tuple[Client, RemoteKV]]:
+    """As `opened`, with a runner whose work is enqueued."""
+    made = connect(daemon.address, back_off=AT_ONCE)
+    made._device = OwnDevice(own, tensors=Enqueuing)
+    async with asyncio.timeout(PATIENCE), made as client:
+        yield client, await client.open(SPACE, SPEC)
+
+
+def read_into(found: list[bytes], address: int, size: int) -> None:
+    """Be a kernel that reads: it has an address, and no tensor."""
+    found.append(ctypes.string_at(address, size))
+
+
+def fill(tensor: torch.Tensor, value: float) -> None:
+    """Be a kernel that writes."""
+    tensor.fill_(value)
+
+
+async def test_a_lease_in_place_ends_after_the_streams_that_read_it(daemon: DeviceDaemon, own: CountingDevice) -> None:
+    """The tensor is gone when Python says so, and the kernel that reads it has not begun."""
+    daemon.holds(TOKENS, [0, 1, 2, 3])
+    async with streaming(daemon, own) as (client, kv):
+        async with kv.match(TOKENS) as hit:
+            seen = hit.view(1, 2)[0]
+            found: list[bytes] = []
+            own.held = True
+            own.adopt(7).call(partial(read_into, found, seen.data_ptr(), seen.nbytes))
+            expected = raw(seen)
+            del seen
+        await client.check()
+        assert daemon.count(wire.Release) == 0
+
+        own.run()
+        own.held = False
+        await daemon.until(wire.Release)
+        assert found == [expected]
+
+
+async def test_a_room_is_sealed_and_left_after_the_streams_that_write_it(daemon: DeviceDaemon, own: CountingDevice) -> None:
+    """Its checksums are of what the runner's kernels write, and its slots nobody else's while they do."""
+    lets_reserve(daemon, [5, 4])
+    own.choose = lambda streams: min(streams, key=lambda stream: stream is own.adopt(7))  # the runner's stream goes last
+    async with streaming(daemon, own) as (client, kv):
+        async with kv.reserve(TOKENS[: 2 * SIZE]) as room:
+            first, second = room.blocks
+            own.adopt(7).call(partial(fill, first, 1.5))
+            assert await room.commit(SIZE) == SIZE
+            assert first.flatten()[0] == 1.5 and committed(daemon) == [checksum(daemon.slots[5].copy())]
+            own.held = True
+            own.adopt(7).call(partial(fill, second, 2.5))
+        await client.check()
+        assert daemon.count(wire.Close) == 0
+
+        own.run()
+        own.held = False
+        await daemon.until(wire.Close)
+        assert second.flatten()[0] == 2.5

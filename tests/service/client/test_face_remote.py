@@ -19,6 +19,7 @@ from tests.service.face_suite_keeping import IdentitySuite, KeepingSuite
 from tests.service.face_suite_prefetch import PrefetchSuite
 from tests.service.face_suite_refusals import RefusalSuite
 from tiercache.config import Config
+from tiercache.kernels.device import Device
 from tiercache.service.client.blocking import BlockingClient, BlockingHit, BlockingKV, BlockingRoom
 from tiercache.service.client.client import Client, connect
 from tiercache.service.daemon.daemon import Daemon
@@ -49,8 +50,8 @@ class _Remote:
 
 
 @asynccontextmanager
-async def _open_async(config: Config, rig: Rig | None = None) -> AsyncIterator[Opened]:
-    async with running(config, rig) as (daemon, address), connect(address, deadline=DEADLINE) as client:
+async def open_async(config: Config, rig: Rig | None = None, *, device: Device | None = None) -> AsyncIterator[Opened]:
+    async with running(config, rig) as (daemon, address), connect(address, deadline=DEADLINE, device=device) as client:
         yield _Remote(daemon, client)
 
 
@@ -146,10 +147,10 @@ class _Blocking:
 
 
 @asynccontextmanager
-async def _open_blocking(config: Config, rig: Rig | None = None) -> AsyncIterator[Opened]:
+async def open_blocking(config: Config, rig: Rig | None = None, *, device: Device | None = None) -> AsyncIterator[Opened]:
     thread = _Thread()
     async with running(config, rig) as (daemon, address):
-        client = BlockingClient(address, deadline=DEADLINE)
+        client = BlockingClient(address, deadline=DEADLINE, device=device)
         await thread(client.__enter__)
         try:
             yield _Blocking(thread, daemon, client)
@@ -157,7 +158,7 @@ async def _open_blocking(config: Config, rig: Rig | None = None) -> AsyncIterato
             await thread(client.close)
 
 
-@pytest.fixture(params=[_open_async, _open_blocking], ids=["async", "blocking"])
+@pytest.fixture(params=[open_async, open_blocking], ids=["async", "blocking"])
 def open_cache(request: pytest.FixtureRequest) -> OpenCache:
     """Open a daemon and a client of it."""
     opener: Callable[..., AbstractAsyncContextManager[Opened]] = request.param
