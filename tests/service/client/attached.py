@@ -4,16 +4,50 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tests.engines import Engine
 from tests.service.client.fake import SIZE, SPACE, SPEC, FakeDaemon
+from tiercache.kernels.device import Device
+from tiercache.kernels.lazy import LazyDevice, LazyStream
 from tiercache.service import wire
-from tiercache.service.client.client import Client
+from tiercache.service.client.blocking import BlockingClient
+from tiercache.service.client.client import Client, connect
 from tiercache.service.client.engine import PagedKV
+from tiercache.service.client.own_device import OwnDevice
 from tiercache.service.client.remote_kv import RemoteKV
+from tiercache.service.device_tensors import DeviceTensors
 
 TOKENS = list(range(4 * SIZE))
 LAYOUT = "kv block token head dim"
 IDS = [5, 0, 7, 2]
+
+
+class OnDevice(DeviceTensors):
+    """Has all tensors on the device, and one stream that works on them."""
+
+    def holds(self, tensor: Any) -> bool:
+        """Say so of every tensor."""
+        return isinstance(tensor, torch.Tensor)
+
+    def pointer(self) -> int:
+        """Return the one there is."""
+        return 0
+
+
+def beside(address: str, device: Device | None, **named: Any) -> Client:
+    """Return a client of a process whose tensors lie on `device`, or in host memory where there is none."""
+    client = connect(address, **named)
+    if device is not None:
+        client._device = OwnDevice(device, tensors=OnDevice)
+    return client
+
+
+def blocking_beside(address: str, device: Device | None) -> BlockingClient:
+    """Return the same without a loop."""
+    client = BlockingClient(address)
+    client._client = beside(address, device)
+    return client
 
 
 def engine_of(layout: str = LAYOUT, blocks: int = 8) -> Engine:
@@ -46,3 +80,8 @@ def committed(fake: FakeDaemon) -> list[wire.Commit]:
 
 async def outcome(loading: Any) -> Any:
     return await loading
+
+
+def runs_last(lazy: LazyDevice, stream: LazyStream) -> None:
+    """Have a stream's work done only when no other stream can go on."""
+    lazy.choose = lambda ready: next((one for one in ready if one is not stream), ready[0])

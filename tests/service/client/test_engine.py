@@ -11,14 +11,24 @@ import pytest
 import torch
 
 from tests.engines import Engine, layouts
-from tests.service.client.attached import IDS, LAYOUT, TOKENS, attached, engine_of, gives_room, outcome
+from tests.service.client.attached import (
+    IDS,
+    LAYOUT,
+    TOKENS,
+    attached,
+    beside,
+    blocking_beside,
+    engine_of,
+    gives_room,
+    outcome,
+    runs_last,
+)
 from tests.service.client.fake import SIZE, SPACE, SPEC, FakeDaemon, turn, until
 from tiercache.errors import DeviceRefused, InvalidInput, InvalidStart, InvalidTensor, LeaseReleased
 from tiercache.kernels.device import Event
 from tiercache.kernels.lazy import LazyDevice
 from tiercache.service import wire
 from tiercache.service.client import copies
-from tiercache.service.client.blocking import BlockingClient
 from tiercache.service.client.client import connect
 from tiercache.storage import engine_copies
 from tiercache.storage.engine_memory import put
@@ -32,7 +42,7 @@ async def test_a_hit_goes_where_the_engine_says(fake: FakeDaemon, device: LazyDe
     """Every layout: the engine's blocks are the oracle's, all others stay as they are."""
     fake.holds(TOKENS, [9, 2, 3, 15])
     engine = engine_of(layout)
-    async with connect(fake.address, device=device) as client:
+    async with beside(fake.address, device) as client:
         kv, paged = await attached(client, engine)
         async with kv.match(TOKENS) as hit:
             loaded = await paged.load(hit, IDS, by_layer=by_layer)
@@ -48,7 +58,7 @@ async def test_the_middle_of_a_hit(fake: FakeDaemon, device: LazyDevice | None) 
     """An engine that has the beginning itself takes what comes after; ids for which there is nothing are left alone, and named."""
     fake.holds(TOKENS, [0, 1, 2, 3])
     engine = engine_of()
-    async with connect(fake.address, device=device) as client:
+    async with beside(fake.address, device) as client:
         kv, paged = await attached(client, engine)
         async with kv.match(TOKENS) as hit:
             some = await paged.load(hit, [6], start=SIZE)
@@ -69,7 +79,7 @@ async def test_a_rotten_block_does_not_count(fake: FakeDaemon, device: LazyDevic
     fake.holds(TOKENS, [0, 1, 2, 3])
     fake.slots[2][3, 5] ^= 1
     engine = engine_of()
-    async with connect(fake.address, device=device) as client:
+    async with beside(fake.address, device) as client:
         kv, paged = await attached(client, engine)
         async with kv.match(TOKENS) as hit:
             loaded = await paged.load(hit, IDS, by_layer=by_layer)
@@ -101,7 +111,7 @@ async def test_a_slot_that_is_given_away_under_its_copy_does_not_count(
 
     verify = copies.verify
     monkeypatch.setattr(copies, "verify", look)
-    async with connect(fake.address, device=device) as client:
+    async with beside(fake.address, device) as client:
         kv, paged = await attached(client, engine)
         async with kv.match(TOKENS) as hit:
             loaded = await paged.load(hit, IDS, by_layer=by_layer)
@@ -115,7 +125,7 @@ async def test_a_slot_that_changes_while_a_device_has_not_copied_it(fake: FakeDa
     """A copy that is enqueued is no copy: what is looked at must be looked at after it has happened."""
     fake.holds(TOKENS, [0, 1, 2, 3])
     engine = engine_of()
-    async with connect(fake.address, device=lazy) as client:
+    async with beside(fake.address, lazy) as client:
         kv, paged = await attached(client, engine)
         lazy.held = True
         async with kv.match(TOKENS) as hit:
@@ -165,7 +175,7 @@ async def test_a_layer_on_a_device_is_a_wait_of_the_stream(fake: FakeDaemon, laz
     fake.holds(TOKENS, [0, 1, 2, 3])
     engine = engine_of()
     seen: list[bool] = []
-    async with connect(fake.address, device=lazy) as client:
+    async with beside(fake.address, lazy) as client:
         kv, paged = await attached(client, engine)
         runner = lazy.adopt(0)
         lazy.held = True
@@ -202,15 +212,17 @@ async def test_what_the_engine_still_does_with_its_blocks_comes_first(fake: Fake
     """The last pass over a block that is given to another prompt reads it, and writes it, before the load does."""
     fake.holds(TOKENS, [0, 1, 2, 3])
     engine = engine_of()
-    async with connect(fake.address, device=lazy) as client:
+    async with beside(fake.address, lazy) as client:
         kv, paged = await attached(client, engine)
         async with kv.match(TOKENS) as hit:
             for after in (None, "given"):
+                runs_last(lazy, lazy.adopt(0))
                 lazy.adopt(0).call(lambda: engine.write(IDS[0], np.zeros_like(engine.block(0))))
                 point = paged.now() if after else None
                 if after:
                     lazy.adopt(0).call(lambda: None)
                 assert (await paged.load(hit, IDS, after=point)).blocks == 4
+                lazy.run()
 
                 assert engine.holds(TOKENS, IDS, space=SPACE)
 
@@ -219,7 +231,7 @@ async def test_the_lease_is_held_until_the_copies_are_over(fake: FakeDaemon, laz
     """The hit is left, who waits is cancelled, and nothing of it matters to the copies."""
     fake.holds(TOKENS, [0, 1, 2, 3])
     engine = engine_of()
-    async with connect(fake.address, device=lazy) as client:
+    async with beside(fake.address, lazy) as client:
         kv, paged = await attached(client, engine)
         lazy.held = True
         async with kv.match(TOKENS) as hit:
@@ -244,7 +256,7 @@ async def test_a_device_that_fails_is_a_miss(fake: FakeDaemon, lazy: LazyDevice)
     """Nothing of the load counts; what was enqueued before is over when it says so."""
     fake.holds(TOKENS, [0, 1, 2, 3])
     engine = engine_of()
-    async with connect(fake.address, device=lazy) as client:
+    async with beside(fake.address, lazy) as client:
         kv, paged = await attached(client, engine)
         async with kv.match(TOKENS) as hit:
             lazy.fails_after = lazy.enqueued + 3
@@ -259,7 +271,7 @@ async def test_a_device_that_fails_is_a_miss(fake: FakeDaemon, lazy: LazyDevice)
 
 
 async def test_without_a_daemon_nothing_is_loaded(device: LazyDevice | None) -> None:
-    async with connect("unix:///nobody/here", device=device) as client:
+    async with beside("unix:///nobody/here", device) as client:
         engine = engine_of()
         kv, paged = await attached(client, engine)
         async with kv.match(TOKENS) as hit:
@@ -291,7 +303,7 @@ async def test_ids_that_are_no_blocks_are_refused(fake: FakeDaemon, device: Lazy
     """Before anything is asked or copied."""
     fake.holds(TOKENS, [0, 1, 2, 3])
     engine = engine_of()
-    async with connect(fake.address, device=device) as client:
+    async with beside(fake.address, device) as client:
         kv, paged = await attached(client, engine)
         async with kv.match(TOKENS) as hit:
             with pytest.raises(InvalidInput, match=why):
@@ -335,7 +347,7 @@ async def test_a_daemons_memory_that_can_not_be_pinned_is_said(fake: FakeDaemon,
     fake.holds(TOKENS, [0, 1, 2, 3])
     engine = engine_of()
     lazy.most_registered = 0
-    async with connect(fake.address, device=lazy) as client:
+    async with beside(fake.address, lazy) as client:
         kv, paged = await attached(client, engine)
         async with kv.match(TOKENS) as hit:
             assert (await paged.load(hit, IDS)).blocks == 4
@@ -349,7 +361,7 @@ async def test_a_daemons_memory_that_can_not_be_pinned_is_said(fake: FakeDaemon,
 async def test_two_namespaces_pin_their_memory_once(fake: FakeDaemon, lazy: LazyDevice) -> None:
     """As read-only as it is mapped, until the client's end."""
     fake.holds(TOKENS, [0, 1, 2, 3])
-    async with connect(fake.address, device=lazy) as client:
+    async with beside(fake.address, lazy) as client:
         for _ in range(2):
             kv, paged = await attached(client, engine_of())
             async with kv.match(TOKENS) as hit:
@@ -370,7 +382,7 @@ async def test_an_engine_without_a_loop(fake: FakeDaemon, device: LazyDevice | N
     points: list[Event | None] = []
 
     def run() -> None:
-        with BlockingClient(fake.address, device=device) as client:
+        with blocking_beside(fake.address, device) as client:
             kv = client.open(SPACE, SPEC)
             paged = kv.attach(engine.tensors, layout=LAYOUT)
             assert paged.blocks == 8 and paged.layout == LAYOUT

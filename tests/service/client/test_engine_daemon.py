@@ -10,6 +10,7 @@ import pytest
 
 from tests.engines import Engine
 from tests.service.caches import LARGE, SPACE, leases, lower, prompt, read, reservations, small, store
+from tests.service.client.attached import beside
 from tests.service.client.daemons import own_process, running
 from tiercache.config import Config
 from tiercache.kernels.lazy import LazyDevice
@@ -35,7 +36,7 @@ async def test_an_engines_blocks_come_back_after_eviction_and_restart(tmp_path: 
     writer, reader = (Engine(LARGE, 16, layout) for layout in choose.sample(LAYOUTS, 2))
     ids, others = choose.sample(range(16), 9), choose.sample(range(16), 9)
     writer.compute(tokens, ids, space=SPACE)
-    async with running(house(tmp_path)) as (daemon, address), connect(address, device=device, back_off=AT_ONCE) as client:
+    async with running(house(tmp_path)) as (daemon, address), beside(address, device, back_off=AT_ONCE) as client:
         kv = await client.open(SPACE, LARGE)
         paged = await kv.attach(writer.tensors, layout=writer.layout)
         assert (await paged.store(tokens, ids)).stored == 9 * SIZE
@@ -46,7 +47,7 @@ async def test_an_engines_blocks_come_back_after_eviction_and_restart(tmp_path: 
             loaded = await paged.load(hit, others, by_layer=True)
         assert loaded.blocks == 9 and writer.holds(tokens, others, space=SPACE)
         await client.check()
-    async with running(house(tmp_path)) as (daemon, address), connect(address, device=device, back_off=AT_ONCE) as client:
+    async with running(house(tmp_path)) as (daemon, address), beside(address, device, back_off=AT_ONCE) as client:
         kv = await client.open(SPACE, LARGE)
         paged = await kv.attach(reader.tensors, layout=reader.layout)
         async with kv.match(tokens) as hit:
@@ -61,7 +62,7 @@ async def test_engines_and_runners_share_blocks(tmp_path: Path, device: LazyDevi
     """What a runner inserted an engine loads, and what it stores after that a runner gathers: a block's bytes are one thing."""
     tokens = prompt(seed, 7)
     engine = Engine(LARGE, 16, LAYOUT, order=("block", "token", "head", "packed"), together=True)
-    async with running(house(tmp_path)) as (_, address), connect(address, device=device) as client:
+    async with running(house(tmp_path)) as (_, address), beside(address, device) as client:
         kv = await client.open(SPACE, LARGE)
         await store(kv, tokens[: 3 * SIZE])
         paged = await kv.attach(engine.tensors, layout=LAYOUT)
@@ -81,7 +82,7 @@ async def test_prompts_that_do_not_fit_come_and_go(
     """DRAM holds a third of what several requests load and store at once: never a wrong byte, and the books are true at the end."""
     choose = random.Random(seed)
     engine = Engine(LARGE, 40, "kv block token head dim")
-    async with running(house(tmp_path, dram=10)) as (daemon, address), connect(address, device=device, deadline=60) as client:
+    async with running(house(tmp_path, dram=10)) as (daemon, address), beside(address, device, deadline=60) as client:
         kv = await client.open(SPACE, LARGE)
         paged = await kv.attach(engine.tensors)
 
@@ -113,7 +114,7 @@ async def test_a_daemon_that_dies_under_a_load_hurts_nobody(tmp_path: Path, seed
     lazy = LazyDevice(seed)
     engine = Engine(LARGE, 8, LAYOUT)
     with own_process(house(tmp_path)) as process:
-        async with connect(process.address, device=lazy, back_off=AT_ONCE, deadline=60) as client:
+        async with beside(process.address, lazy, back_off=AT_ONCE, deadline=60) as client:
             await client.connected()
             kv = await client.open(SPACE, LARGE)
             await store(kv, tokens)

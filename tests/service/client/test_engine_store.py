@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from tests.engines import layouts
-from tests.service.client.attached import IDS, TOKENS, attached, committed, engine_of, gives_room, outcome
+from tests.service.client.attached import IDS, TOKENS, attached, beside, committed, engine_of, gives_room, outcome, runs_last
 from tests.service.client.fake import SIZE, SPACE, SPEC, FakeDaemon, until
 from tiercache.kernels.lazy import LazyDevice
 from tiercache.service import wire
-from tiercache.service.client.client import connect
 
 
 @pytest.mark.parametrize("layout", layouts(SPEC))
@@ -21,7 +20,7 @@ async def test_blocks_are_stored_as_they_lie(fake: FakeDaemon, device: LazyDevic
     engine = engine_of(layout)
     engine.compute(TOKENS, IDS, space=SPACE)
     gives_room(fake, [3, 1, 8, 12])
-    async with connect(fake.address, device=device) as client:
+    async with beside(fake.address, device) as client:
         _, paged = await attached(client, engine)
         stored = await paged.store([*TOKENS, 1, 2], IDS)
 
@@ -35,7 +34,7 @@ async def test_what_is_there_already_is_not_read(fake: FakeDaemon, device: LazyD
     engine = engine_of()
     engine.compute(TOKENS, [6, 1, 4], space=SPACE, start=SIZE)
     gives_room(fake, [5, 6], present=2)
-    async with connect(fake.address, device=device) as client:
+    async with beside(fake.address, device) as client:
         _, paged = await attached(client, engine)
         stored = await paged.store(TOKENS, [6, 1, 4], start=SIZE)
         slots = [fake.slots[slot].copy() for slot in (5, 6)]
@@ -45,14 +44,16 @@ async def test_what_is_there_already_is_not_read(fake: FakeDaemon, device: LazyD
         assert all(np.array_equal(slot, fake.slots[place]) for slot, place in zip(slots, (2, 3), strict=True))
 
 
-async def test_a_store_comes_after_what_computes_the_blocks(fake: FakeDaemon, lazy: LazyDevice) -> None:
+@pytest.mark.parametrize("given", [False, True])
+async def test_a_store_comes_after_what_computes_the_blocks(fake: FakeDaemon, lazy: LazyDevice, given: bool) -> None:
     """The pass that writes the KV is enqueued, not done, when it is handed over."""
     engine = engine_of()
     gives_room(fake, [0, 1, 2, 3])
-    async with connect(fake.address, device=lazy) as client:
+    async with beside(fake.address, lazy) as client:
         _, paged = await attached(client, engine)
+        runs_last(lazy, lazy.adopt(0))
         lazy.adopt(0).call(lambda: engine.compute(TOKENS, IDS, space=SPACE))
-        point = paged.now()
+        point = paged.now() if given else None
         stored = await paged.store(TOKENS, IDS, after=point)
         slots = [slot.copy() for slot in fake.slots[:4]]
         fake.fill(TOKENS, [0, 1, 2, 3])
@@ -65,7 +66,7 @@ async def test_a_store_that_is_cancelled_reads_no_more_and_stores_nothing(fake: 
     engine = engine_of()
     engine.compute(TOKENS, IDS, space=SPACE)
     gives_room(fake, [0, 1, 2, 3])
-    async with connect(fake.address, device=lazy) as client:
+    async with beside(fake.address, lazy) as client:
         _, paged = await attached(client, engine)
         computed = paged.now()
         lazy.run()
@@ -89,7 +90,7 @@ async def test_a_store_that_is_cancelled_reads_no_more_and_stores_nothing(fake: 
 async def test_a_store_that_a_device_fails_is_refused(fake: FakeDaemon, lazy: LazyDevice) -> None:
     engine = engine_of()
     gives_room(fake, [0, 1, 2, 3])
-    async with connect(fake.address, device=lazy) as client:
+    async with beside(fake.address, lazy) as client:
         _, paged = await attached(client, engine)
         lazy.fails_after = lazy.enqueued + 2
         stored = await paged.store(TOKENS, IDS)
