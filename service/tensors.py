@@ -173,13 +173,14 @@ def _planes(tensor: torch.Tensor, spec: KVSpec) -> Bytes:
     width = tokens * spec.token_bytes
     step = (tensor.stride(1) if parts > 1 else tensor.stride(0)) * tensor.element_size()
     raw = tensor.untyped_storage()
-    whole = np.frombuffer(_memory(raw), dtype=np.uint8) if raw.nbytes() else np.empty(0, np.uint8)
+    whole = np.frombuffer(memory_of(raw), dtype=np.uint8) if raw.nbytes() else np.empty(0, np.uint8)
     start = tensor.storage_offset() * tensor.element_size()
     if layers * parts == 1:
         step = width
     return np.lib.stride_tricks.as_strided(whole[start:], shape=(layers * parts, width), strides=(step, 1))
 
 
-def _memory(storage: torch.UntypedStorage) -> Any:
+def memory_of(storage: torch.UntypedStorage) -> Any:
+    """Return a storage's bytes in place, as an array that keeps it."""
     lib = _torch()
     return lib.empty(0, dtype=lib.uint8).set_(storage).numpy()

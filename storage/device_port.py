@@ -43,8 +43,8 @@ class DevicePort:
         self._geometry = geometry
         self._ring = ring
         self._workers = workers
-        self._down = _Way(device, Lane.DOWN)
-        self._up = _Way(device, Lane.UP)
+        self._down = Way(device, Lane.DOWN)
+        self._up = Way(device, Lane.UP)
         self._finishing = Finishing("tiercache-device-port")
 
     async def read(self, slots: Sequence[int], into: Bytes, *, after: Event | None = None) -> list[int]:
@@ -142,7 +142,7 @@ class DevicePort:
 
         await self._over(self._down, await self._workers.run(Lane.COPY, self._down.enqueue, stage, fetch))
 
-    async def _over(self, way: _Way, event: Event) -> None:
+    async def _over(self, way: Way, event: Event) -> None:
         """Wait until a copy is over, also when a thread that waits for it dies."""
         await outlive(self._workers, way.lane, event.wait)
 
@@ -158,8 +158,8 @@ class DevicePort:
             raise InvalidTensor(f"{blocks} blocks are bytes {shape}, not {memory.dtype} {memory.shape}", value=memory.shape)
 
 
-class _Way:
-    """A stream that works by way of stages, and the lane that waits for it."""
+class Way:
+    """A stream of its own that works by way of stages, and the lane that waits for it."""
 
     def __init__(self, device: Device, lane: Lane) -> None:
         self.lane = lane

@@ -25,16 +25,7 @@ class Finishing:
 
         For work on the caller's own memory: once the caller has left, that memory is used for something else.
         """
-        task = self.start(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            while not task.done():
-                try:
-                    await asyncio.wait([task])
-                except asyncio.CancelledError:
-                    continue  # once more; what must be raised is raised below
-            raise
+        return await outlast(self.start(work))
 
     async def wait(self) -> None:
         """Wait until everything has ended."""
@@ -52,3 +43,21 @@ class Finishing:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # who waited has it; if nobody does, nobody is to be told
+
+
+async def outlast(task: asyncio.Task[T]) -> T:
+    """Return what a task returns. A caller that is cancelled leaves when the task has ended."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await ended(task)
+        raise
+
+
+async def ended(task: asyncio.Task[Any]) -> None:
+    """Wait until a task has ended, however often the caller is cancelled meanwhile."""
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            continue  # once more: the caller has something to raise

@@ -20,9 +20,11 @@ class Pinning:
 
     A device that refuses a chunk gets back those before it: half an arena pinned would make some blocks fast and others not, and
     keep from others what they could pin whole. Then the memory stays pageable, copies take a detour, and `refused` says why.
+
+    `readonly` is for memory that this process has mapped so; not every card pins that.
     """
 
-    def __init__(self, device: Device, memory: Bytes, *, slot_bytes: int, chunk: int = CHUNK) -> None:
+    def __init__(self, device: Device, memory: Bytes, *, slot_bytes: int, chunk: int = CHUNK, readonly: bool = False) -> None:
         self.together = max(1, chunk // slot_bytes)
         """How many slots one call pins."""
         chunk = self.together * slot_bytes
@@ -33,7 +35,7 @@ class Pinning:
             try:
                 for start in range(0, memory.nbytes, chunk):
                     part = memory[start : start + chunk]
-                    device.register(part)
+                    device.register(part, readonly=readonly)
                     taken.callback(device.unregister, part)
             except MemoryRefused as error:
                 self.refused = str(error)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tiercache.errors import Closed
 from tiercache.kernels.device import Device
+from tiercache.service.client.blocking_engine import BlockingPaged
 from tiercache.service.client.client import BackOff, connect
 from tiercache.service.client.counts import ClientStats
 from tiercache.service.client.portal import Portal
@@ -152,6 +153,14 @@ class BlockingKV:
         """Store the KV of `tokens[start:]`, copying it."""
         return self._client.run(self._kv.insert(tokens, tensor, start=start, tier=tier))
 
+    def attach(self, tensors: Any, *, layout: str | None = None) -> BlockingPaged:
+        """Return an engine's own KV memory as what hits are loaded into and blocks are stored from."""
+        return BlockingPaged(self._client, self._client.run(self._kv.attach(tensors, layout=layout)))
+
+    def shared_hit(self, number: int) -> BlockingHit:
+        """Return a hit on a lease of the client that this one joined, by its `number` there, to be entered with `with`."""
+        return BlockingHit(self._client, self._kv.shared_hit(number))
+
     def flush(self, tokens: Any) -> int:
         """Bring the cached prefix to the durable tier; return how many leading tokens are durable."""
         return self._client.run(self._kv.flush(tokens))
@@ -202,6 +211,11 @@ class BlockingHit:
     def tokens(self) -> int:
         """How many leading tokens the lease covers."""
         return self.hit.tokens
+
+    @property
+    def number(self) -> int | None:
+        """The lease's number, for a client that joined this one; None without a lease."""
+        return self.hit.number
 
     @property
     def tiers(self) -> Mapping[Tier, int]:

@@ -32,6 +32,7 @@ from tiercache.service.client.connection import Connection
 from tiercache.service.client.counts import ClientStats, Counts, Miss
 from tiercache.service.client.handle import House
 from tiercache.service.client.own_device import DEVICE_LANES, OwnDevice
+from tiercache.service.client.pins import Pins
 from tiercache.service.client.remote_kv import RemoteKV
 from tiercache.service.face import Extent
 from tiercache.spec import ANY, KVSpec, Namespace, Selection, Unsaid
@@ -131,7 +132,8 @@ class Client:
         if self._house is not None or self._closed:
             raise Closed("a client can be entered only once; make another")
         lanes = {Lane.COPY: _THREADS, **(DEVICE_LANES if self._device.is_given else {})}
-        self._house = House(self._counts, ThreadWorkers(lanes, name="tiercache-client"), _THREADS, self._device)
+        workers = ThreadWorkers(lanes, name="tiercache-client")
+        self._house = House(self._counts, workers, _THREADS, Pins(self._counts), self._device)
         try:
             await self._attempt()
         except BaseException:
@@ -162,6 +164,7 @@ class Client:
         if self._connection is not None:
             await self._connection.close()
             self._connection = None
+        self._house.pins.close()
         self._house.workers.close()
 
     async def _keep(self) -> None:

@@ -13,7 +13,8 @@ class Miss(NamedTuple):
 
     Reasons of the client's own: `away` (no connection), `slow` (no reply within the deadline), `malformed` (a reply that can't
     be), `version` (a daemon of another protocol), `busy` (too many requests under way here, or connections there), `lost` (a
-    lease or a slot that is gone), `checksum`, `died` (the thread that copied). Others are the names of the daemon's errors.
+    lease or a slot that is gone), `checksum`, `died` (the thread that copied), `device` (one of its copies
+    failed), `unmapped` (memory that can't be mapped, or copied from there). Others are the names of the daemon's errors.
     """
 
     reason: str
@@ -26,6 +27,9 @@ class ClientStats:
 
     `sent` and `received` are bytes on the sockets, all framing included; `read` and `written` are bytes of KV that were copied
     out of and into shared memory. `misses` says how often something was a miss for want of the daemon, by reason.
+
+    For an engine's memory on a device the daemon's memory is pinned here: `pinned` bytes are now, `pageable` bytes were refused, so
+    that copies from there are slower, and `pageable_because` is what the device said, the last time.
     """
 
     sessions: int
@@ -35,6 +39,9 @@ class ClientStats:
     read: int
     written: int
     misses: Mapping[str, int]
+    pinned: int = 0
+    pageable: int = 0
+    pageable_because: str | None = None
 
 
 @dataclass(slots=True)
@@ -48,6 +55,9 @@ class Counts:
     read: int = 0
     written: int = 0
     misses: Counter[str] = field(default_factory=Counter)
+    pinned: int = 0
+    pageable: int = 0
+    pageable_because: str | None = None
 
     def missed(self, reason: str, message: str) -> Miss:
         """Count a miss and return it."""
@@ -64,4 +74,7 @@ class Counts:
             read=self.read,
             written=self.written,
             misses=dict(self.misses),
+            pinned=self.pinned,
+            pageable=self.pageable,
+            pageable_because=self.pageable_because,
         )

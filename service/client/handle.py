@@ -21,6 +21,7 @@ from tiercache.service.client.counts import Counts, Miss
 from tiercache.service.client.device_slots import DeviceSlots
 from tiercache.service.client.mapping import Arena
 from tiercache.service.client.own_device import OwnDevice
+from tiercache.service.client.pins import Pins
 from tiercache.spec import KVSpec
 from tiercache.storage.finishing import Finishing
 from tiercache.storage.workers import Workers
@@ -57,6 +58,7 @@ class House:
     counts: Counts
     workers: Workers
     threads: int
+    pins: Pins
     device: OwnDevice = field(default_factory=OwnDevice)
     finishing: Finishing = field(default_factory=lambda: Finishing("tiercache-finish"))
     """What must not be cut short: closing the client waits for it."""

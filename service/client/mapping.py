@@ -188,7 +188,9 @@ class Arena:
         self._geometry = geometry
         self._lay_out = lay_out
         self._whole: SlotPlanes | None = None
-        self.slots = lay_out(whole[at.offset : at.offset + at.length], geometry)
+        self.readable = whole[at.offset : at.offset + at.length]
+        """All of its bytes, read-only, from the first slot on."""
+        self.slots = lay_out(self.readable, geometry)
         self.capacity = at.slots
         self.generations = memory.generations(at)
 
@@ -196,6 +198,11 @@ class Arena:
     def memory(self) -> Memory:
         """What the arena lies in."""
         return self._memory
+
+    @property
+    def slot_bytes(self) -> int | None:
+        """The distance between two slots, each in one piece; None where the planes of a slot lie among those of others."""
+        return block_first_slot_bytes(self._geometry) if self._at.layout == "block-first" else None
 
     def writable(self, slots: Sequence[int]) -> list[Bytes]:
         """Return reserved slots in place, each `[planes, unit_bytes]`; they stay mapped as long as one of the arrays lives.

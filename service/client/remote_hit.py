@@ -118,6 +118,11 @@ class RemoteHit:
         return self._blocks
 
     @property
+    def policy(self) -> PrefetchPolicy | None:
+        """How long `ready` waits; None when it has been said what is readable."""
+        return None if self._settled else self._policy
+
+    @property
     def is_in_place(self) -> bool:
         """Whether the daemon has been told that the blocks are read in place."""
         return self._claim is not None and self._claim.in_place
@@ -175,7 +180,7 @@ class RemoteHit:
             good, reason = await self._house.finishing.outlast(_copying(claim).gather(places, planes, _grip(claim)))
             self._house.counts.read += good * spec.block_bytes
             if reason is not None:
-                self._cut(claim, good, reason)
+                self.cut(claim, good, reason)
         return out[:, :, : good * spec.block_size]
 
     async def layer(self, layer: int, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -203,7 +208,7 @@ class RemoteHit:
             try:
                 there = await (copy if out is None else self._house.finishing.outlast(copy))
             except StoreError as error:
-                self._cut(claim, 0, copies.fault_of(error))
+                self.cut(claim, 0, copies.fault_of(error))
             else:
                 if not there:
                     raise self._lost(claim)
@@ -243,7 +248,8 @@ class RemoteHit:
     def _require_layer(self, layer: int) -> None:
         integer(layer, 0, self._spec.layers - 1, "layer")
 
-    def _cut(self, claim: Claim, good: int, reason: str) -> None:
+    def cut(self, claim: Claim, good: int, reason: str) -> None:
+        """Shorten the hit to what is good, for a reason that is counted."""
         claim.cut(good, reason)
         self._blocks = min(self._blocks, good)
 
@@ -262,7 +268,7 @@ class RemoteHit:
                 good, reason = await _copying(claim).verify(rest, _grip(claim))
                 claim.verified += good
                 if reason is not None:
-                    self._cut(claim, claim.verified, reason)
+                    self.cut(claim, claim.verified, reason)
             return places[: claim.verified]
 
 

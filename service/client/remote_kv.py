@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from tiercache.checks import hashable, integer, seconds
 from tiercache.errors import DeviceRefused, InvalidConfig, InvalidStart, StaleHandle, StoreError, TierCacheError
-from tiercache.kernels.host import Bytes
 from tiercache.keys import pack_tokens
 from tiercache.leases import Refusal
 from tiercache.prefetch import PrefetchPolicy
@@ -19,6 +19,7 @@ from tiercache.service.client import copies
 from tiercache.service.client.copying import Copying
 from tiercache.service.client.counts import Miss
 from tiercache.service.client.device_slots import DeviceSlots, open_slots
+from tiercache.service.client.engine import PagedKV, attach
 from tiercache.service.client.handle import Claim, Handle, Sessions, Sharing
 from tiercache.service.client.mapping import Arena, Memory
 from tiercache.service.client.remote_hit import RemoteHit
@@ -29,6 +30,10 @@ from tiercache.types import Tier
 
 _PENDING_SECONDS = 5.0
 """How long the daemon lets a reserve wait for another writer of the same blocks, beyond its own deadline for room."""
+
+
+Filling = Callable[[Reserved], Coroutine[Any, Any, list[int]]]
+"""Copies blocks into reserved slots, and returns the checksums of what lies there then."""
 
 
 @dataclass(slots=True)
@@ -126,16 +131,23 @@ class RemoteKV:
         If the caller is cancelled while bytes are copied, the copy goes on, the slots are given back after it, and nothing is
         committed: what the tensor held by then is not known.
         """
-        spec, size = self._spec, self._spec.block_size
-        packed = pack_tokens(tokens, limit=self._sessions.limit)
-        count = len(packed) // 4
-        integer(start, 0, count, "start", InvalidStart)
-        if start % size:
-            raise InvalidStart(f"start must be a multiple of the block size {size} from 0 to {count}, not {start!r}", value=start)
-        self._sessions.require_open()
+        spec = self._spec
+        key, count = self.part_of(tokens, start, tier)
         tensor = tensors.require(tensor, spec, count - start, "tensor")
-        self._require_tier(tier)
-        return await self._store(self._key(tokens, packed), tier, start // size, tensors.planes_for_reading(tensor, spec))
+        planes, first = tensors.planes_for_reading(tensor, spec), start // spec.block_size
+
+        return await self.store(key, tier, first, lambda room: room.fill(planes, first))
+
+    async def attach(self, tensors: Any, *, layout: str | None = None) -> PagedKV:
+        """Return an engine's own KV memory as what hits are loaded into and blocks are stored from.
+
+        `tensors` are the engine's, one a layer (or one whose first axis is the layers), on the host or on the device that `connect`
+        was given; they are kept, and stay the engine's. Their axes are one of `tiercache.storage.engine_memory.LAYOUTS`, with any
+        strides between blocks; where several fit, `layout` says which. Raises InvalidTensor, naming shape or strides, for what does
+        not hold blocks of this KV; DeviceRefused for another device than the client's, MemoryRefused when that has no room.
+        """
+        self._sessions.require_open()
+        return await attach(self._house, self, tensors, layout)
 
     async def flush(self, tokens: Any) -> int:
         """Bring the cached prefix to the durable tier; return how many leading tokens would survive a loss of power now.
@@ -321,8 +333,23 @@ class RemoteKV:
         )
         return Reserved(self._house, None if isinstance(reply, Miss) else handle, None if isinstance(reply, Miss) else reply)
 
-    async def _store(self, key: bytes, tier: Tier | None, first: int, planes: Bytes) -> Stored:
-        """Store the blocks of `key` from block `first` on, whose bytes `planes` begins with."""
+    def part_of(self, tokens: Any, start: int, tier: Tier | None) -> tuple[bytes, int]:
+        """Return the packed key of a prompt of which `tokens[start:]` are to be stored, and how many tokens it has.
+
+        Raises as `insert` does.
+        """
+        size = self._spec.block_size
+        packed = pack_tokens(tokens, limit=self._sessions.limit)
+        count = len(packed) // 4
+        integer(start, 0, count, "start", InvalidStart)
+        if start % size:
+            raise InvalidStart(f"start must be a multiple of the block size {size} from 0 to {count}, not {start!r}", value=start)
+        self._sessions.require_open()
+        self._require_tier(tier)
+        return self._key(tokens, packed), count
+
+    async def store(self, key: bytes, tier: Tier | None, first: int, fill: Filling) -> Stored:
+        """Store the blocks of `key` from block `first` on, which `fill` copies into their slots."""
         size = self._spec.block_size
         whole = len(key) // self._stride
         stored, reached = 0, first
@@ -338,7 +365,7 @@ class RemoteKV:
                     reached = max(first, room.present)
                 break
             reached = room.present
-            done = await self._fill(room, planes, first)
+            done = await self._fill(room, fill)
             if done is None:
                 refusal = Refusal.UNREACHED
                 break
@@ -352,9 +379,9 @@ class RemoteKV:
         refused = whole - reached
         return Stored(stored * size, (reached - first - stored) * size, refused * size, refusal if refused else None)
 
-    async def _fill(self, room: Reserved, planes: Bytes, first: int) -> int | None:
+    async def _fill(self, room: Reserved, fill: Filling) -> int | None:
         """Copy into reserved slots and commit; return how many blocks were stored, None when there was no memory or answer."""
-        copying = self._house.finishing.start(room.fill(planes, first))
+        copying = self._house.finishing.start(fill(room))
         try:
             sums = await asyncio.shield(copying)
         except (OSError, StoreError, StaleHandle) as error:

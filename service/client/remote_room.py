@@ -130,6 +130,12 @@ class Reserved:
 
     # --- in any thread ----------------------------------------------------------------------------------------------------
 
+    def writable(self) -> list[Bytes]:
+        """Return all slots in place, each `[planes, unit_bytes]`. Raises OSError when one can't be mapped, as a device's can't."""
+        if any(device is not None for device, _, _ in self._parts(0, len(self.places))):
+            raise OSError("slots on a device are not mapped")
+        return self._writable(0, len(self.places))
+
     def _writable(self, low: int, high: int) -> list[Bytes]:
         """Return mapped slots in place, each `[planes, unit_bytes]`. Raises OSError when they can't be mapped."""
         if self._mapped is None:

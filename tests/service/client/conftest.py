@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.client.fake import FakeDaemon, serving
+from tiercache.kernels.lazy import LazyDevice
 
 
 @pytest.fixture
@@ -27,3 +28,20 @@ async def fake(short_path: Path) -> AsyncIterator[FakeDaemon]:
             yield daemon
     finally:
         daemon.close()
+
+
+@pytest.fixture(params=["host", "device"])
+def device(request: pytest.FixtureRequest, seed: int) -> Iterator[LazyDevice | None]:
+    """No device, or one whose copies come late."""
+    lazy = LazyDevice(seed) if request.param == "device" else None
+    yield lazy
+    if lazy is not None:
+        lazy.held = False
+        lazy.run()
+        assert lazy.registered == []
+
+
+@pytest.fixture
+def lazy(seed: int) -> LazyDevice:
+    """A device whose copies come late."""
+    return LazyDevice(seed)
