@@ -23,7 +23,6 @@ Numbers = Sequence[int] | NDArray[np.integer]
 SESSION_PATH = "/v1/session"
 """Where the WebSocket of a session is opened on the daemon's socket."""
 DEVICE_LAYOUT = "device"
-"""The layout of an arena that no descriptor is of."""
 UNKNOWN_BASE = "UnknownBase"
 """The kind of a `Failed` whose request named a prompt that the daemon does not keep; the only one that is no class of errors."""
 GENERATIONS = "generations"
@@ -232,11 +231,7 @@ class Fetch(msgspec.Struct, array_like=True, frozen=True, tag="fetch"):
 
 
 class Unmapped(msgspec.Struct, array_like=True, frozen=True, tag="unmapped"):
-    """On the socket of descriptors, before its end, and not answered: no device does anything for this process any more.
-
-    The kernel closes the connection of a process that is killed when its host memory is gone, and maybe before its device has
-    stopped. So where a tier lies on a device, an end without this word is that of a process, which is waited for, too.
-    """
+    """On the socket of descriptors, last and unanswered: no device works for this process, as it may for one that was killed."""
 
 
 class Handed(msgspec.Struct, array_like=True, frozen=True, tag="handed"):

@@ -1,4 +1,4 @@
-"""A fake daemon for tests of the client."""
+"""Fake daemons for tests of the client."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.client.fake import FakeDaemon, serving
+from tests.service.client.fake_device import CountingDevice, DeviceDaemon
 from tiercache.kernels.lazy import LazyDevice
 
 
@@ -45,3 +46,20 @@ def device(request: pytest.FixtureRequest, seed: int) -> Iterator[LazyDevice | N
 def lazy(seed: int) -> LazyDevice:
     """A device whose copies come late."""
     return LazyDevice(seed)
+
+
+@pytest.fixture
+async def daemon(short_path: Path) -> AsyncIterator[DeviceDaemon]:
+    """A fake daemon whose slots lie on a device, being served."""
+    made = DeviceDaemon(short_path)
+    try:
+        async with serving(made):
+            yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def own() -> CountingDevice:
+    """The client's own device."""
+    return CountingDevice(2)

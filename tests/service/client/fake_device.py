@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from tests.service.client.fake import SLOTS, SPEC, FakeDaemon, until
-from tiercache.kernels.device import LEAST_EXPORT, Pool
+from tests.seams import PATIENCE
+from tests.service.client.fake import SLOTS, SPACE, SPEC, FakeDaemon, until
+from tiercache.kernels.device import LEAST_EXPORT, Device, Pool
 from tiercache.kernels.lazy import LazyDevice, LazyMemory, pool_array
 from tiercache.service import wire
+from tiercache.service.client.client import BackOff, Client, connect
+from tiercache.service.client.remote_kv import RemoteKV
 
 
 class CountingDevice(LazyDevice):
@@ -73,3 +80,24 @@ class DeviceDaemon(FakeDaemon):
         """Let go of the memory."""
         super().close()
         del self.pool
+
+
+@asynccontextmanager
+async def opened(daemon: DeviceDaemon, own: Device | str | None) -> AsyncIterator[tuple[Client, RemoteKV]]:
+    """A client and its namespace; all of it ends in time."""
+    async with asyncio.timeout(PATIENCE), connect(daemon.address, device=own, back_off=BackOff(first=0.001, most=0.002)) as client:
+        yield client, await client.open(SPACE, SPEC)
+
+
+def lets_reserve(daemon: DeviceDaemon, slots: list[int]) -> None:
+    """Answer every reserve with these slots, and every commit with all of them."""
+    daemon.answers[wire.Reserve] = lambda asked: wire.Reserved(
+        id=asked.id, reservation=asked.id, present=0, pending=0, places=daemon.places(slots)
+    )
+    daemon.answers[wire.Commit] = lambda asked: wire.Count(id=asked.id, count=asked.upto)
+
+
+def committed(daemon: DeviceDaemon) -> list[int]:
+    """Return the checksums of the one commit."""
+    [commit] = [asked for asked in daemon.asked if isinstance(asked, wire.Commit)]
+    return [int(one) for one in np.frombuffer(commit.checksums, "<u8")]
