@@ -94,7 +94,7 @@ def quarantined(stack: Stack) -> list[int]:
 
 def _slow_calls(cache: TierCache, now: float) -> Iterator[Sign]:
     for lane in cache.lanes():
-        if lane.lane is Lane.WATCH or lane.longest is None or lane.longest < SLOW_SECONDS:
+        if lane.lane in (Lane.WATCH, Lane.RUNNER) or lane.longest is None or lane.longest < SLOW_SECONDS:
             continue
         code = Code.COPY_SLOW if lane.lane is Lane.COPY else Code.DISK_SLOW
         text = f"{_WHAT[lane.lane]} has been running for {lane.longest:.0f} s (limit {SLOW_SECONDS:.0f} s)"

@@ -1,4 +1,4 @@
-"""Tensors on a device as pools of it, and slots of the device as tensors: in place, both ways.
+"""Tensors on a device as pools of it, in place, and the stream that their owner works on.
 
 Only shapes, addresses and streams are looked at here. Nothing is copied, and nothing waits.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import InvalidTensor
 from tiercache.kernels.device import Device, Pool
-from tiercache.service.tensors import is_regular
+from tiercache.service.tensors import CPU, is_regular
 from tiercache.spec import KVSpec
 from tiercache.storage.device_passage import Runner, Sheet
 
@@ -19,18 +19,24 @@ if TYPE_CHECKING:
 
 
 class DeviceTensors:
-    """What torch and a device know of each other. A test replaces `holds` and `pointer`, where torch knows no such device."""
+    """What torch and a device know of each other.
+
+    For a device in memory of the host no tensor is one of its own, and there is one stream, as torch knows nothing of it: a test
+    that has tensors and streams there says which by `holds` and `pointer`.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
 
     def holds(self, tensor: Any) -> bool:
         """Return whether `tensor` is one of torch's, and lies in the device's memory."""
-        return isinstance(tensor, _torch().Tensor) and str(tensor.device) == self.device.tensors
+        place = self.device.tensors
+        return place != CPU and isinstance(tensor, _torch().Tensor) and str(tensor.device) == place
 
     def pointer(self) -> int:
         """Return the driver's pointer to the stream that is torch's current one on the device, for the calling thread."""
-        return int(_torch().cuda.current_stream(self.device.tensors).cuda_stream)
+        place = self.device.tensors
+        return 0 if place == CPU else int(_torch().cuda.current_stream(place).cuda_stream)
 
     def runner(self) -> Runner:
         """Return the stream that is torch's current one on the device, for the calling thread."""
@@ -66,13 +72,6 @@ class DeviceTensors:
         memory = self.device.borrow(tensor.data_ptr(), (planes - 1) * distance + blocks * unit, tensor)
         part = self.device.part
         return Sheet([Pool(part(memory, plane * distance, blocks * unit), 1, blocks, unit) for plane in range(planes)])
-
-    def block(self, pool: Pool, slot: int, spec: KVSpec) -> torch.Tensor:
-        """Return a slot of the device in place as a tensor `[layers, parts, block_size, kv_heads, head_dim]`."""
-        lib = _torch()
-        whole = lib.from_dlpack(self.device.array(pool.memory, pool.planes, pool.slots, pool.unit_bytes))
-        typed = whole[:, slot].view(getattr(lib, spec.dtype))
-        return typed.unflatten(0, (-1, spec.parts)).unflatten(2, (spec.block_size, spec.kv_heads, spec.head_dim))  # type: ignore[no-any-return]
 
 
 def _torch() -> Any:

@@ -24,6 +24,8 @@ from tiercache.leases import Lease
 from tiercache.pace import Pace
 from tiercache.policy import LRU, PolicyFactory
 from tiercache.restore import Stored, restore
+from tiercache.service.device_tensors import DeviceTensors
+from tiercache.service.streams import Streams
 from tiercache.service.writing import write_policy
 from tiercache.sizes import parse_size
 from tiercache.spec import Geometry
@@ -31,6 +33,7 @@ from tiercache.storage.contract import Store
 from tiercache.storage.copier import Copier, StoreCopier
 from tiercache.storage.device_bus import Bus
 from tiercache.storage.device_copier import DeviceCopier
+from tiercache.storage.device_passage import Passage
 from tiercache.storage.device_port import DevicePort
 from tiercache.storage.device_reader import DeviceReader
 from tiercache.storage.disk_room import DiskRoom, measure
@@ -54,7 +57,7 @@ _WRITERS = 4
 """Threads that hand writes to the store: it does one after the other, and what waits together in one transaction."""
 
 _WAITERS = 2
-"""Threads that wait for a device each way: for a transfer, and for a reader or writer beside it."""
+"""Threads that wait for a device each way, for a transfer and for a reader or writer beside it, and for runners' streams."""
 
 BATCHES = 8
 """Write transactions in one move to the disk: while one is written the next is brought together, and one sync and one transaction
@@ -73,7 +76,7 @@ def _threads(config: Config, clock: Clock) -> Workers:
 def lanes_of(config: Config) -> dict[Lane, int]:
     """Return how many threads a cache has in which lane."""
     counts = {Lane.COPY: config.copy_threads, Lane.READ: config.read_threads, Lane.WRITE: _WRITERS, Lane.WATCH: 1}
-    return counts if config.device == CPU else {**counts, Lane.DOWN: _WAITERS, Lane.UP: _WAITERS}
+    return counts if config.device == CPU else {**counts, Lane.DOWN: _WAITERS, Lane.UP: _WAITERS, Lane.RUNNER: _WAITERS}
 
 
 def _as_it_is(copier: Copier) -> Copier:
@@ -94,6 +97,7 @@ class Seams:
     clock: Clock = field(default_factory=MonotonicClock)
     workers: Callable[[Config, Clock], Workers] = _threads
     device: Callable[[str], Device] = open_device
+    tensors: Callable[[Device], DeviceTensors] = DeviceTensors
     copier: Callable[[Copier], Copier] = _as_it_is
     values: type[LmdbValues] = LmdbValues
     sync: bool = True
@@ -175,6 +179,9 @@ class Stack:
         inner = StoreCopier(stores, workers, digest=seams.digest)
         copier: Copier = inner
         self.reader: SlotReader = Reader(stores, workers, block_size=block_size, threads=config.copy_threads)
+        self.finishing = Finishing("tiercache-finish")
+        self.streams: Streams | None = None
+        """Of runners whose tensors lie on that device; None where there is none."""
         self.port: DevicePort | None = None
         """To the slots of a device; None where there is none."""
         if bus is not None:
@@ -182,6 +189,8 @@ class Stack:
             copier = DeviceCopier(inner, stores, arena, device, bus.ring, workers, together=bus.together)
             self.port = DevicePort(device, lambda: arena.pool, geometry, bus.ring, workers)
             self.reader = DeviceReader(self.reader, device, arena, self.port)
+            passage = Passage(device, lambda: arena.pool, stores, bus.beside, together=bus.together)
+            self.streams = Streams(seams.tensors(device), passage, workers, self.finishing)
         copier = seams.copier(copier)
         self.troubles = Troubles(seams.clock)
         self.mover = Mover(self.cache.moves, copier, self.cache.stats, retry_seconds=seams.retry, troubles=self.troubles)
@@ -199,7 +208,6 @@ class Stack:
         self._sweeping: asyncio.Task[None] | None = None
         self.sweep_fault: str | None = None
         """Why comparing metadata with data does not go on; None while it does, and when it is done."""
-        self.finishing = Finishing("tiercache-finish")
 
     # --- beginning and end ------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from tiercache.errors import Untrusted
 from tiercache.kernels.device import Device, Event, Stream
@@ -78,10 +77,14 @@ class DeviceCopier:
         """Have one layer of the first `count` blocks copied up, in the stream's order; return the event of its arrival."""
         assert count, "no blocks have no layer"
         step = self._ring.blocks * self._arena.geometry.layers
-        for low in range(0, count, step):
+        low = 0
+        while True:
+            high = min(low + step, count)
             async with self._ring.lend(Lane.UP) as stage:
-                event = await self._enqueued(Lane.UP, stage, self._layer_up, transfer, layer, low, min(low + step, count))
-        return event
+                event = await self._enqueued(Lane.UP, stage, self._layer_up, transfer, layer, low, high)
+            if high == count:
+                return event
+            low = high
 
     async def over(self, event: Event | None) -> None:
         """Wait for an event of the stream that leads up, for None until it has come to an end of what it has now."""
@@ -149,7 +152,7 @@ class DeviceCopier:
 
     async def _over(self, lane: Lane, event: Event | None) -> None:
         """Wait until a copy is over, also when a thread that waits for it dies."""
-        await outlive(self._workers, lane, partial(self._wait, lane, event))
+        await outlive(self._workers, lane, self._wait, lane, event)
 
     # --- on worker threads ------------------------------------------------------------------------------------------------
 

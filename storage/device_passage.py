@@ -86,7 +86,7 @@ class Passage:
         self.fill(runner, places[:good], into)
         return good
 
-    def fill(self, runner: Runner, places: Sequence[Place], into: Sheet, *, first: int = 0) -> None:
+    def fill(self, runner: Runner, places: Sequence[Place], into: Sheet, first: int = 0) -> None:
         """Enqueue the copies of blocks into the leading blocks of a tensor: their planes from `first` on, as many as it has."""
         with self._stage_of(runner) as memory:
             for target in into.pools:

@@ -85,14 +85,14 @@ _PAUSE = 0.05
 """Seconds until what must be waited for is waited for anew: there may be no thread to be had."""
 
 
-async def outlive(workers: Workers, lane: Lane, wait: Callable[[], None]) -> None:
-    """Run `wait` in the lane until it has returned, also when a thread that waits dies: what it waits for knows nothing of that.
+async def outlive(workers: Workers, lane: Lane, wait: Callable[..., None], *args: Any) -> None:
+    """Run `wait(*args)` in the lane until it has returned, also when a thread that waits dies.
 
-    Raises what `wait` raises, and Closed.
+    What it waits for knows nothing of that. Raises what `wait` raises, and Closed.
     """
     while True:
         try:
-            await workers.run(lane, wait)
+            await workers.run(lane, wait, *args)
         except WorkerDied as error:
             log.warning("what a thread waited for is waited for anew: %s", str(error))
             await asyncio.sleep(_PAUSE)
