@@ -31,6 +31,7 @@ _WHAT = {
     Lane.WRITE: "a write to SSD",
     Lane.DOWN: "a copy out of the device",
     Lane.UP: "a copy into the device",
+    Lane.RUNNER: "a runner's stream on the device",
 }
 
 
@@ -94,9 +95,9 @@ def quarantined(stack: Stack) -> list[int]:
 
 def _slow_calls(cache: TierCache, now: float) -> Iterator[Sign]:
     for lane in cache.lanes():
-        if lane.lane in (Lane.WATCH, Lane.RUNNER) or lane.longest is None or lane.longest < SLOW_SECONDS:
+        if lane.lane is Lane.WATCH or lane.longest is None or lane.longest < SLOW_SECONDS:
             continue
-        code = Code.COPY_SLOW if lane.lane is Lane.COPY else Code.DISK_SLOW
+        code = Code.DISK_SLOW if lane.lane in (Lane.READ, Lane.WRITE) else Code.COPY_SLOW
         text = f"{_WHAT[lane.lane]} has been running for {lane.longest:.0f} s (limit {SLOW_SECONDS:.0f} s)"
         behind = f"; {lane.queued} more wait for a thread" if lane.queued else ""
         yield Sign(code=code, message=text + behind, where=lane.lane.value, since=now - lane.longest)

@@ -76,8 +76,8 @@ class Hit(Protocol):
     async def layer(self, layer: int, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer, each `[tokens, kv_heads, head_dim]` and the caller's own; one tensor if latent.
 
-        Waits for that layer only. `out` is `[parts, tokens, kv_heads, head_dim]`, for at least the readable tokens. On the device it
-        is filled on the stream that is current when the call begins, and nobody waits; without it the tensors are the host's.
+        Waits for that layer only. `out` is `[parts, tokens, kv_heads, head_dim]`, for at least the readable tokens. On the device
+        it is filled on the stream that is current when the call begins, and nobody waits; without it the tensors are the host's.
         """
         ...
 

@@ -57,7 +57,7 @@ _WRITERS = 4
 """Threads that hand writes to the store: it does one after the other, and what waits together in one transaction."""
 
 _WAITERS = 2
-"""Threads that wait for a device each way, for a transfer and for a reader or writer beside it, and for runners' streams."""
+"""Threads that wait for a device in each of its lanes: for a transfer, say, and for a reader or writer beside it."""
 
 BATCHES = 8
 """Write transactions in one move to the disk: while one is written the next is brought together, and one sync and one transaction

@@ -22,6 +22,8 @@ VERSION = 1
 Numbers = Sequence[int] | NDArray[np.integer]
 SESSION_PATH = "/v1/session"
 """Where the WebSocket of a session is opened on the daemon's socket."""
+DEVICE_LAYOUT = "device"
+"""The layout of an arena that no descriptor is of."""
 UNKNOWN_BASE = "UnknownBase"
 """The kind of a `Failed` whose request named a prompt that the daemon does not keep; the only one that is no class of errors."""
 GENERATIONS = "generations"
@@ -228,6 +230,14 @@ class Fetch(msgspec.Struct, array_like=True, frozen=True, tag="fetch"):
     token: bytes
 
 
+class Unmapped(msgspec.Struct, array_like=True, frozen=True, tag="unmapped"):
+    """On the socket of descriptors, before its end, and not answered: no device does anything for this process any more.
+
+    The kernel closes the connection of a process that is killed when its host memory is gone, and maybe before its device has
+    stopped. So where a tier lies on a device, an end without this word is that of a process, which is waited for, too.
+    """
+
+
 class Handed(msgspec.Struct, array_like=True, frozen=True, tag="handed"):
     """The answer to `Fetch`: the names of the descriptors that come with this packet by SCM_RIGHTS, in their order.
 
@@ -265,8 +275,9 @@ class Welcome(_Reply, frozen=True, tag="welcome"):
 class ArenaAt(msgspec.Struct, array_like=True, frozen=True):
     """Where a tier's slots lie: memory number `memory` of the descriptors, from `offset` on.
 
-    The layout is `block-first` or `layer-first` (`tiercache.storage.layouts`). The generations of its slots, 32-bit, begin at byte
-    `generations` of the descriptor called so.
+    The layout is `block-first` or `layer-first` (`tiercache.storage.layouts`), or `device`: layer-first in memory of the device
+    that has the UUID `device`, which `handle` opens; no descriptor is of that (`memory` is -1). The generations of the slots,
+    32-bit, begin at byte `generations` of the descriptor called so.
     """
 
     tier: str
@@ -276,6 +287,8 @@ class ArenaAt(msgspec.Struct, array_like=True, frozen=True):
     length: int
     slots: int
     generations: int
+    handle: bytes | None = None
+    device: bytes | None = None
 
 
 class Opened(_Reply, frozen=True, tag="opened"):
@@ -488,5 +501,5 @@ def _pairs(packed: msgspec.Raw) -> int:
 encoder = msgspec.msgpack.Encoder()
 requests = _Requests()
 answers: msgspec.msgpack.Decoder[Reply | Notice] = msgspec.msgpack.Decoder(Reply | Notice)
-fetches: msgspec.msgpack.Decoder[Fetch] = msgspec.msgpack.Decoder(Fetch)
+fetches: msgspec.msgpack.Decoder[Fetch | Unmapped] = msgspec.msgpack.Decoder(Fetch | Unmapped)
 handed: msgspec.msgpack.Decoder[Handed | Failed] = msgspec.msgpack.Decoder(Handed | Failed)

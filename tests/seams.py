@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,11 +120,12 @@ class Threads:
         with self._changed:
             self._active += 1
         try:
-            hold = self._holds.get(call.__name__)
-            if hold is not None and (call.__name__ not in self._when or self._when[call.__name__](*args)):
+            name = (call.func if isinstance(call, partial) else call).__name__
+            hold = self._holds.get(name)
+            if hold is not None and (name not in self._when or self._when[name](*args)):
                 hold.stand()
-            if self._deaths.get(call.__name__, 0):
-                self._deaths[call.__name__] -= 1
+            if self._deaths.get(name, 0):
+                self._deaths[name] -= 1
                 raise SystemExit("killed by the test")
             return call(*args)
         finally:

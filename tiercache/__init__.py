@@ -13,6 +13,7 @@ from tiercache.config import Config, Limits, Share, TierConfig
 from tiercache.errors import (
     AuditFailed,
     Closed,
+    DeviceRefused,
     DirectoryLocked,
     DirectoryRefused,
     InvalidConfig,
@@ -68,6 +69,7 @@ __all__ = [
     "BlockingClient",
     "Closed",
     "Config",
+    "DeviceRefused",
     "DirectoryLocked",
     "DirectoryRefused",
     "Extent",

@@ -14,6 +14,7 @@
     │   ├── NoShare             no share of the tiers for blocks of this size
     │   ├── TierTooSmall        a tier can't hold one block
     │   ├── MemoryRefused       host memory that can't be had (cgroup limit, memfd, lock limit)
+    │   ├── DeviceRefused       the HBM tier lies on a device that the client does not have
     │   ├── DirectoryRefused    a data directory that can't be used
     │   │   └── DirectoryLocked     a live process owns it
     │   ├── SocketRefused       a socket that can't be used: a live daemon's, or no socket at all
@@ -120,6 +121,10 @@ class TierTooSmall(Refused):
 
 class MemoryRefused(Refused):
     """Host memory that can't be had."""
+
+
+class DeviceRefused(Refused):
+    """The HBM tier lies on a device that the client does not have, or can't open the memory of."""
 
 
 class DirectoryRefused(Refused):

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tiercache.errors import Closed
+from tiercache.kernels.device import Device
 from tiercache.service.client.client import BackOff, connect
 from tiercache.service.client.counts import ClientStats
 from tiercache.service.client.portal import Portal
@@ -41,8 +42,9 @@ class BlockingClient:
         join: bytes | None = None,
         back_off: BackOff | None = None,
         prefetch: object = "wait",
+        device: str | Device | None = None,
     ) -> None:
-        self._client = connect(address, deadline=deadline, join=join, back_off=back_off, prefetch=prefetch)
+        self._client = connect(address, deadline=deadline, join=join, back_off=back_off, prefetch=prefetch, device=device)
         self._portal: Portal | None = None
         self._closed = False
 

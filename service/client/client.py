@@ -14,6 +14,7 @@ from typing import Self, TypeVar
 from tiercache.errors import (
     AuditFailed,
     Closed,
+    DeviceRefused,
     InvalidInput,
     InvalidSpec,
     JoinRefused,
@@ -23,12 +24,14 @@ from tiercache.errors import (
     TierTooSmall,
     UnsupportedSpec,
 )
+from tiercache.kernels.device import Device
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import wire
 from tiercache.service.address import socket_path
 from tiercache.service.client.connection import Connection
 from tiercache.service.client.counts import ClientStats, Counts, Miss
 from tiercache.service.client.handle import House
+from tiercache.service.client.own_device import DEVICE_LANES, OwnDevice
 from tiercache.service.client.remote_kv import RemoteKV
 from tiercache.service.face import Extent
 from tiercache.spec import ANY, KVSpec, Namespace, Selection, Unsaid
@@ -62,16 +65,19 @@ def connect(
     join: bytes | None = None,
     back_off: BackOff | None = None,
     prefetch: object = "wait",
+    device: str | Device | None = None,
 ) -> Client:
     """Return a client of the daemon at `address`, such as `unix:///run/user/1000/tiercache.sock`; enter it with `async with`.
 
     Without an address it is where a daemon without one listens. `deadline` is how many seconds a call may take. `join` is the
     `token` of another process's client, whose leases and reservations this one may use. `prefetch` is how long a hit waits for
-    what lies on SSD, unless it says it itself: `wait`, `best-effort`, or seconds. Raises InvalidInput for an address, a deadline or
-    a `prefetch` that can't be.
+    what lies on SSD, unless it says it itself: `wait`, `best-effort`, or seconds. `device`, such as `cuda:0`, is this process's
+    name for the card on which a daemon may have its HBM tier; it is opened when it is needed. Raises InvalidInput for an address, a
+    deadline, a `prefetch` or a `device` that can't be.
     """
     policy = PrefetchPolicy.of(prefetch)
-    return Client(_path(address), deadline=deadline, join=join, back_off=back_off or BackOff(), policy=policy)
+    own = OwnDevice(device)
+    return Client(_path(address), deadline=deadline, join=join, back_off=back_off or BackOff(), policy=policy, device=own)
 
 
 def _path(address: str | None) -> str:
@@ -88,7 +94,16 @@ class Client:
     as if there were no cache. A session that ends is replaced in the background; until then every call is a miss.
     """
 
-    def __init__(self, path: str, *, deadline: float, join: bytes | None, back_off: BackOff, policy: PrefetchPolicy) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        deadline: float,
+        join: bytes | None,
+        back_off: BackOff,
+        policy: PrefetchPolicy,
+        device: OwnDevice,
+    ) -> None:
         if not 0 < deadline < float("inf"):
             raise InvalidInput(f"deadline must be a number of seconds above 0, not {deadline!r}", value=deadline)
         self._path = path
@@ -96,6 +111,7 @@ class Client:
         self._join = join
         self._back_off = back_off
         self._policy = policy
+        self._device = device
         self._counts = Counts()
         self._house: House | None = None
         self._connection: Connection | None = None
@@ -114,7 +130,8 @@ class Client:
         """
         if self._house is not None or self._closed:
             raise Closed("a client can be entered only once; make another")
-        self._house = House(self._counts, ThreadWorkers({Lane.COPY: _THREADS}, name="tiercache-client"), _THREADS)
+        lanes = {Lane.COPY: _THREADS, **(DEVICE_LANES if self._device.is_given else {})}
+        self._house = House(self._counts, ThreadWorkers(lanes, name="tiercache-client"), _THREADS, self._device)
         try:
             await self._attempt()
         except BaseException:
@@ -180,8 +197,9 @@ class Client:
     async def open(self, space: Namespace, spec: KVSpec, *, shard: int = 0) -> RemoteKV:
         """Return the KV of the namespace `space` with the layout `spec`.
 
-        Raises SpecMismatch, NoShare, TierTooSmall or UnsupportedSpec when the daemon says so. When it does not answer, every
-        call of the namespace is a miss until it does.
+        Raises SpecMismatch, NoShare, TierTooSmall or UnsupportedSpec when the daemon says so, and DeviceRefused when its HBM tier
+        lies on a device that this client does not have. When the daemon does not answer, every call of the namespace is a miss
+        until it does.
         """
         self.require_open()
         for value, kind in ((space, Namespace), (spec, KVSpec)):
@@ -194,7 +212,7 @@ class Client:
                 shard=shard,
             )
         kv = RemoteKV(self, space, spec, shard)
-        await kv.open(raises=(InvalidSpec, NoShare, TierTooSmall))
+        await kv.open(raises=(InvalidSpec, NoShare, TierTooSmall, DeviceRefused))
         return kv
 
     async def invalidate(

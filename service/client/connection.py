@@ -362,4 +362,6 @@ class Connection:
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             listener.lost(reason)
+        if self._memory is not None:
+            self._memory.end()
         self._memory = None

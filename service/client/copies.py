@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tiercache.errors import StoreError, WorkerDied
 from tiercache.kernels.host import Bytes, copy_run, scatter_tokens
-from tiercache.service.client.mapping import Arena
+from tiercache.service.client.mapping import Arena, Slots
 from tiercache.service.wire import Place, place_table
 from tiercache.storage.checksum import checksum
 from tiercache.storage.layouts import runs
@@ -22,14 +23,21 @@ LOST = "lost"
 ROTTEN = "checksum"
 DIED = "died"
 """The thread that copied or checked died."""
+FAILED = "device"
+"""The device failed the copy."""
 
 
-def is_there(arenas: Sequence[Arena], place: Place) -> bool:
+def fault_of(error: StoreError) -> str:
+    """Return why a copy by way of a device came to nothing."""
+    return DIED if isinstance(error, WorkerDied) else FAILED
+
+
+def is_there(arenas: Sequence[Slots], place: Place) -> bool:
     """Return whether the block is still in its slot."""
     return arenas[place.position].generations[place.slot] == place.generation
 
 
-def require_places(arenas: Sequence[Arena], packed: bytes) -> None:
+def require_places(arenas: Sequence[Slots], packed: bytes) -> None:
     """Raise ValueError unless `packed` are places in what is mapped."""
     table = place_table(packed)
     if not len(table):

@@ -15,8 +15,11 @@ from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import wire
 from tiercache.service.client import copies
 from tiercache.service.client.connection import Connection
+from tiercache.service.client.copying import Copying
 from tiercache.service.client.counts import Counts, Miss
+from tiercache.service.client.device_slots import DeviceSlots
 from tiercache.service.client.mapping import Arena
+from tiercache.service.client.own_device import OwnDevice
 from tiercache.spec import KVSpec
 from tiercache.storage.finishing import Finishing
 from tiercache.storage.workers import Workers
@@ -34,7 +37,8 @@ class Handle:
     number: int
     spec: KVSpec
     tiers: Sequence[Tier]
-    arenas: Sequence[Arena]
+    arenas: Sequence[Arena | DeviceSlots]
+    copying: Copying
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class House:
     counts: Counts
     workers: Workers
     threads: int
+    device: OwnDevice = field(default_factory=OwnDevice)
     finishing: Finishing = field(default_factory=lambda: Finishing("tiercache-finish"))
     """What must not be cut short: closing the client waits for it."""
     pid: int = field(default_factory=os.getpid)
@@ -150,7 +155,7 @@ class Claim:
     # --- for hits ---------------------------------------------------------------------------------------------------------
 
     @property
-    def arenas(self) -> Sequence[Arena]:
+    def arenas(self) -> Sequence[Arena | DeviceSlots]:
         """The tiers that can be read."""
         return self.handle.arenas if self.handle is not None else ()
 

@@ -7,12 +7,14 @@ with the last array that looks into it, never before.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 import socket
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -35,10 +37,19 @@ Grip = object
 """What a view keeps alive; its end is noticed by weak references."""
 
 _MOST_PACKET = 64 * 1024
+_UNMAPPED = wire.encoder.encode(wire.Unmapped())
 _LAYOUTS: dict[str, tuple[Callable[[Bytes, Geometry], SlotPlanes], Callable[[Geometry, int], int]]] = {
     "block-first": (block_first, block_first_capacity),
     "layer-first": (layer_first, layer_first_capacity),
 }
+
+
+class Ending(Protocol):
+    """Who is told that a session has ended."""
+
+    def end(self) -> None:
+        """The session has ended."""
+        ...
 
 
 class Memory:
@@ -52,7 +63,8 @@ class Memory:
         self._channel = channel
         self._descriptors: dict[str, int] = {}
         self._maps: dict[str, Bytes] = {}
-        self._shut = weakref.finalize(self, _shut, channel, self._descriptors)
+        self._ends: weakref.WeakSet[Ending] = weakref.WeakSet()
+        self._shut = weakref.finalize(self, _shut, channel, self._descriptors, os.getpid())
         self._shut.atexit = False
 
     @property
@@ -87,7 +99,25 @@ class Memory:
 
     def has(self, at: wire.ArenaAt) -> bool:
         """Return whether the descriptors of an arena are here."""
-        return {wire.GENERATIONS, wire.memory_name(at.memory, writable=False)} <= self._descriptors.keys()
+        own = [] if at.layout == wire.DEVICE_LAYOUT else [wire.memory_name(at.memory, writable=False)]
+        return {wire.GENERATIONS, *own} <= self._descriptors.keys()
+
+    def generations(self, at: wire.ArenaAt) -> memoryview:
+        """Return the generations of an arena's slots, by slot. Raises ValueError for what can't be."""
+        pages = self.readable(wire.GENERATIONS)
+        if not (0 <= at.generations <= len(pages) - 4 * at.slots and at.generations % 4 == 0 and at.slots > 0):
+            raise ValueError(f"{at.slots} generations are no part of what was mapped: {at}")
+        # A memoryview's items cost half of what an array's do, and one is read after every copy.
+        return pages.data[at.generations : at.generations + 4 * at.slots].cast("I")
+
+    def tell_end(self, whom: Ending) -> None:
+        """Let `whom` know when the session ends, if it still lives then."""
+        self._ends.add(whom)
+
+    def end(self) -> None:
+        """Note the end of the session. What is mapped stays mapped while somebody looks into it."""
+        for one in list(self._ends):
+            one.end()
 
     def readable(self, name: str) -> Bytes:
         """Return all bytes of a descriptor, read-only."""
@@ -125,6 +155,20 @@ class Memory:
         return self._descriptors[name]
 
 
+class Slots(Protocol):
+    """One tier's slots, wherever they lie."""
+
+    @property
+    def capacity(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def generations(self) -> memoryview:
+        """The generation of each, as it is now."""
+        ...
+
+
 class Arena:
     """One tier's slots as this process sees them: `slots[slot]` is `[planes, unit_bytes]`, read-only.
 
@@ -135,10 +179,9 @@ class Arena:
         if at.layout not in _LAYOUTS:
             raise ValueError(f"the layout {at.layout!r} is not known")
         lay_out, capacity = _LAYOUTS[at.layout]
-        whole, pages = memory.readable(wire.memory_name(at.memory, writable=False)), memory.readable(wire.GENERATIONS)
+        whole = memory.readable(wire.memory_name(at.memory, writable=False))
         inside = at.offset >= 0 and at.length >= 0 and at.offset + at.length <= len(whole) and at.offset % SLOT_ALIGNMENT == 0
-        counted = 0 <= at.generations <= len(pages) - 4 * at.slots and at.generations % 4 == 0
-        if not inside or not counted or not 0 < at.slots <= capacity(geometry, at.length):
+        if not inside or not 0 < at.slots <= capacity(geometry, at.length):
             raise ValueError(f"{at.slots} slots of {geometry.block_bytes} bytes are no part of what was mapped: {at}")
         self._memory = memory
         self._at = at
@@ -147,8 +190,7 @@ class Arena:
         self._whole: SlotPlanes | None = None
         self.slots = lay_out(whole[at.offset : at.offset + at.length], geometry)
         self.capacity = at.slots
-        # A memoryview's items cost half of what an array's do, and one is read after every copy.
-        self.generations = pages.data[at.generations : at.generations + 4 * at.slots].cast("I")
+        self.generations = memory.generations(at)
 
     @property
     def memory(self) -> Memory:
@@ -216,7 +258,10 @@ def _wake(ready: asyncio.Future[None]) -> None:
         ready.set_result(None)
 
 
-def _shut(channel: socket.socket, descriptors: dict[str, int]) -> None:
+def _shut(channel: socket.socket, descriptors: dict[str, int], pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has no say in what its parent's device does
+        with contextlib.suppress(OSError):
+            channel.send(_UNMAPPED)
     channel.close()
     for descriptor in descriptors.values():
         os.close(descriptor)

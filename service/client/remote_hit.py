@@ -8,15 +8,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tiercache.checks import integer
-from tiercache.errors import LeaseLost, LeaseReleased, StaleHandle, WorkerDied
-from tiercache.kernels.host import Bytes
+from tiercache.errors import LeaseLost, LeaseReleased, StaleHandle, StoreError
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors, wire
 from tiercache.service.client import copies
-from tiercache.service.client.handle import Claim, House
+from tiercache.service.client.copying import Copying
+from tiercache.service.client.device_slots import DeviceSlots
+from tiercache.service.client.handle import Claim, Grip, House
 from tiercache.spec import KVSpec
-from tiercache.storage.reader import SHARE
-from tiercache.storage.workers import Lane, in_parts
 from tiercache.types import Tier
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ class RemoteHit:
         planes = tensors.planes_for_writing(out, spec)
         good = 0
         if places:
-            good, reason = await self._house.finishing.outlast(self._shared(claim, places, planes))
+            good, reason = await self._house.finishing.outlast(_copying(claim).gather(places, planes, _grip(claim)))
             self._house.counts.read += good * spec.block_bytes
             if reason is not None:
                 self._cut(claim, good, reason)
@@ -192,11 +191,11 @@ class RemoteHit:
         whole = tensors.layer_out(out, one, len(places) * spec.block_size)
         if places:
             into = tensors.planes_for_writing(whole, one)
-            copy = self._house.workers.run(Lane.COPY, copies.layer, claim.arenas, places, layer * spec.parts, into)
+            copy = _copying(claim).layer(places, layer, into, _grip(claim))
             try:
                 there = await (copy if out is None else self._house.finishing.outlast(copy))
-            except WorkerDied:
-                self._cut(claim, 0, copies.DIED)
+            except StoreError as error:
+                self._cut(claim, 0, copies.fault_of(error))
             else:
                 if not there:
                     raise self._lost(claim)
@@ -215,14 +214,17 @@ class RemoteHit:
         spec, claim = self._spec, self._held()
         self._require_layer(layer)
         integer(block, 0, min(claim.readable, self._blocks) - 1, "block")
-        place, grip = claim.place(block), claim.grip
-        assert grip is not None, "a live claim has one"
+        place, grip = claim.place(block), _grip(claim)
         claim.read_in_place()
         arena = claim.arenas[place.position]
-        planes = arena.in_place(place.slot, layer * spec.parts, (layer + 1) * spec.parts, grip)
+        if isinstance(arena, DeviceSlots):
+            seen = arena.in_place(place.slot, spec, grip)[layer]
+        else:
+            planes = arena.in_place(place.slot, layer * spec.parts, (layer + 1) * spec.parts, grip)
+            seen = tensors.as_tensor(planes, spec, spec.block_size)[0]
         if claim.gone is not None or not copies.is_there(claim.arenas, place):
             raise self._lost(claim)
-        return tuple(tensors.as_tensor(planes, spec, spec.block_size)[0])
+        return tuple(seen)
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
@@ -248,28 +250,18 @@ class RemoteHit:
             places = self._places(claim) if claim.gone is None else ()
             rest = places[claim.verified :]
             if rest:
-                try:
-                    good, reason = await self._house.workers.run(Lane.COPY, copies.verify, claim.arenas, rest)
-                except WorkerDied:
-                    good, reason = 0, copies.DIED
+                good, reason = await _copying(claim).verify(rest, _grip(claim))
                 claim.verified += good
                 if reason is not None:
                     self._cut(claim, claim.verified, reason)
             return places[: claim.verified]
 
-    async def _shared(self, claim: Claim, places: Sequence[wire.Place], planes: Bytes) -> tuple[int, str | None]:
-        """Gather in as many threads as it is worth."""
-        unit = planes.shape[1] // len(places)
 
-        async def part(low: int, high: int) -> tuple[int, str | None]:
-            return await self._house.workers.run(
-                Lane.COPY, copies.gather, claim.arenas, places[low:high], planes[:, low * unit : high * unit]
-            )
+def _copying(claim: Claim) -> Copying:
+    assert claim.handle is not None, "without a session there are no places"
+    return claim.handle.copying
 
-        for low, one in await in_parts(len(places), min(self._house.threads, planes.nbytes // SHARE), part):
-            if isinstance(one, BaseException) and not isinstance(one, WorkerDied):
-                raise one
-            good, reason = (0, copies.DIED) if isinstance(one, BaseException) else one
-            if reason is not None:
-                return low + good, reason
-        return len(places), None
+
+def _grip(claim: Claim) -> Grip:
+    assert claim.grip is not None, "a live claim has one"
+    return claim.grip

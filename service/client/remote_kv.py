@@ -8,21 +8,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tiercache.checks import hashable, integer, seconds
-from tiercache.errors import InvalidConfig, InvalidStart, TierCacheError, WorkerDied
+from tiercache.errors import DeviceRefused, InvalidConfig, InvalidStart, StaleHandle, StoreError, TierCacheError
 from tiercache.kernels.host import Bytes
 from tiercache.keys import pack_tokens
 from tiercache.leases import Refusal
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors, wire
 from tiercache.service.client import copies
+from tiercache.service.client.copying import Copying
 from tiercache.service.client.counts import Miss
+from tiercache.service.client.device_slots import DeviceSlots, open_slots
 from tiercache.service.client.handle import Claim, Handle, Sessions, Sharing
-from tiercache.service.client.mapping import Arena
+from tiercache.service.client.mapping import Arena, Memory
 from tiercache.service.client.remote_hit import RemoteHit
-from tiercache.service.client.remote_room import RemoteRoom, Reserved
+from tiercache.service.client.remote_room import RemoteRoom, Reserved, reason_of
 from tiercache.service.face import Stored
 from tiercache.spec import KVSpec, Namespace
-from tiercache.storage.workers import Lane
 from tiercache.types import Tier
 
 _PENDING_SECONDS = 5.0
@@ -230,13 +231,25 @@ class RemoteKV:
                 return opened
             try:
                 memory = await connection.memory_of(opened.arenas)
-                arenas = [Arena(memory, at, self._spec.geometry) for at in opened.arenas]
+                arenas = [await self._arena(memory, at) for at in opened.arenas]
                 tiers = [Tier[name] for name in opened.tiers]
-            except (OSError, ValueError, KeyError, TimeoutError) as error:
+            except (OSError, ValueError, KeyError, TimeoutError, StoreError) as error:
                 reason = "away" if connection.ended.is_set() else "unmapped"
                 return self._house.counts.missed(reason, f"the daemon's memory can't be mapped: {error}")
-            self._handle = Handle(connection, opened.kv, self._spec, tiers, arenas)
+            except DeviceRefused as error:
+                if connection.ended.is_set():  # the memory went with the daemon
+                    return self._house.counts.missed("away", connection.reason)
+                if isinstance(error, raises):
+                    raise
+                return self._house.counts.missed(type(error).__name__, str(error))
+            copying = Copying(arenas, self._house.workers, threads=self._house.threads, finishing=self._house.finishing)
+            self._handle = Handle(connection, opened.kv, self._spec, tiers, arenas, copying)
             return self._handle
+
+    async def _arena(self, memory: Memory, at: wire.ArenaAt) -> Arena | DeviceSlots:
+        if at.layout != wire.DEVICE_LAYOUT:
+            return Arena(memory, at, self._spec.geometry)
+        return await open_slots(memory, at, self._spec.geometry, self._house.device, self._house.workers)
 
     async def _count(self, request: type[wire.Request], key: bytes | None, **fields: Any) -> int:
         """Ask for a number of blocks; return it in tokens."""
@@ -350,12 +363,12 @@ class RemoteKV:
 
     async def _fill(self, room: Reserved, planes: Bytes, first: int) -> int | None:
         """Copy into reserved slots and commit; return how many blocks were stored, None when there was no memory or answer."""
-        copying = self._house.finishing.start(self._house.workers.run(Lane.COPY, _scatter, room, planes, first))
+        copying = self._house.finishing.start(room.fill(planes, first))
         try:
             sums = await asyncio.shield(copying)
-        except (OSError, WorkerDied) as error:
+        except (OSError, StoreError, StaleHandle) as error:
             room.close()
-            self._house.counts.missed(copies.DIED if isinstance(error, WorkerDied) else "unmapped", str(error))
+            self._house.counts.missed(reason_of(error), str(error))
             return None
         except BaseException:
             # The thread may still be writing, and what it reads may be the caller's again: neither free nor cached.
@@ -366,10 +379,6 @@ class RemoteKV:
         finally:
             room.close()
         return room.committed if answered else None
-
-
-def _scatter(room: Reserved, planes: Bytes, first: int) -> list[int]:
-    return copies.scatter(planes, room.present - first, room.mapped())
 
 
 def _is_gone(making: asyncio.Task[Claim]) -> bool:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from tiercache.checks import integer
-from tiercache.errors import InvalidStart, LeaseReleased, WorkerDied
+from tiercache.errors import InvalidStart, LeaseReleased, StaleHandle, StoreError
 from tiercache.kernels.host import Bytes
 from tiercache.leases import Refusal
 from tiercache.service import tensors, wire
 from tiercache.service.client import copies
 from tiercache.service.client.counts import Miss
+from tiercache.service.client.device_slots import DeviceSlots
 from tiercache.service.client.handle import Handle, House
+from tiercache.service.client.mapping import Arena
 from tiercache.spec import KVSpec
 from tiercache.storage.workers import Lane
 
@@ -23,16 +25,13 @@ if TYPE_CHECKING:
 
 
 class Reserved:
-    """Slots that the daemon holds for this client; without a daemon there are none.
-
-    `mapped` may be called in any thread.
-    """
+    """Slots that the daemon holds for this client; without a daemon there are none."""
 
     def __init__(self, house: House, handle: Handle | None, reply: wire.Reserved | None) -> None:
         self._house = house
         self._handle = handle
         self._reply = reply
-        self._slots: list[Bytes] | None = None
+        self._mapped: dict[int, Bytes] | None = None
         self.present = reply.present if reply is not None else 0
         self.pending = reply.pending if reply is not None else 0
         places = self._read(handle, reply) if handle is not None and reply is not None else None
@@ -43,17 +42,39 @@ class Reserved:
         self.committed = 0
         self.closed = False
 
-    def mapped(self) -> list[Bytes]:
-        """Return the slots in place, each `[planes, unit_bytes]`. Raises OSError when they can't be mapped."""
-        if self._slots is None:
-            arenas = self._handle.arenas if self._handle is not None else ()
-            slots: dict[tuple[int, int], Bytes] = {}
-            for position in {place.position for place in self.places}:
-                numbers = [place.slot for place in self.places if place.position == position]
-                views = arenas[position].writable(numbers)
-                slots.update(((position, slot), view) for slot, view in zip(numbers, views, strict=True))
-            self._slots = [slots[place.position, place.slot] for place in self.places]
-        return self._slots
+    def tensors(self, spec: KVSpec) -> list[torch.Tensor]:
+        """Return all slots in place. Raises OSError when they can't be mapped, StaleHandle."""
+        found: list[torch.Tensor] = []
+        for device, low, high in self._parts(0, len(self.places)):
+            if device is None:
+                found += [tensors.as_tensor(slot, spec, spec.block_size) for slot in self._writable(low, high)]
+            else:
+                found += [device.in_place(place.slot, spec, self) for place in self.places[low:high]]
+        return found
+
+    async def fill(self, planes: Bytes, first: int) -> list[int]:
+        """Copy a tensor's blocks into all slots; `planes` begins with block number `first` of the prompt. Returns their checksums.
+
+        Raises OSError when slots can't be mapped, WorkerDied, StoreError when a device failed, StaleHandle. It is over then.
+        """
+        at, sums = self.present - first, list[int]()
+        for device, low, high in self._parts(0, len(self.places)):
+            if device is None:
+                sums += await self._house.workers.run(Lane.COPY, self._scatter, planes, at, low, high)
+            else:
+                unit = device.unit_bytes
+                sums += await device.port.write(planes[:, (at + low) * unit : (at + high) * unit], self._numbers(low, high))
+        return sums
+
+    async def seal(self, low: int, high: int) -> list[int]:
+        """Return the checksums of slots that were filled in place. Raises as `fill` does."""
+        sums: list[int] = []
+        for device, first, end in self._parts(low, high):
+            if device is None:
+                sums += await self._house.workers.run(Lane.COPY, self._seal, first, end)
+            else:
+                sums += await device.port.sums(self._numbers(first, end))
+        return sums
 
     async def commit(self, upto: int, sums: Sequence[int]) -> bool:
         """Hand the blocks before `upto` over; return whether the daemon said how many it took."""
@@ -75,6 +96,36 @@ class Reserved:
             self._handle.connection.close_reservation(self._reply.reservation)
         self.closed = True
 
+    def _parts(self, low: int, high: int) -> Iterator[tuple[DeviceSlots | None, int, int]]:
+        if self._handle is None:
+            return
+        for device, first, end in self._handle.copying.parts(self.places[low:high]):
+            yield device, low + first, low + end
+
+    def _numbers(self, low: int, high: int) -> list[int]:
+        return [place.slot for place in self.places[low:high]]
+
+    # --- in any thread ----------------------------------------------------------------------------------------------------
+
+    def _writable(self, low: int, high: int) -> list[Bytes]:
+        """Return mapped slots in place, each `[planes, unit_bytes]`. Raises OSError when they can't be mapped."""
+        if self._mapped is None:
+            mapped: dict[int, Bytes] = {}
+            for position, arena in enumerate(self._handle.arenas if self._handle is not None else ()):
+                numbers = [number for number, place in enumerate(self.places) if place.position == position]
+                if numbers and isinstance(arena, Arena):
+                    mapped.update(zip(numbers, arena.writable([self.places[number].slot for number in numbers]), strict=True))
+            self._mapped = mapped
+        return [self._mapped[number] for number in range(low, high)]
+
+    def _scatter(self, planes: Bytes, at: int, low: int, high: int) -> list[int]:
+        return copies.scatter(planes, at + low, self._writable(low, high))
+
+    def _seal(self, low: int, high: int) -> list[int]:
+        return copies.seal(self._writable(low, high))
+
+    # --- inside -----------------------------------------------------------------------------------------------------------
+
     def _read(self, handle: Handle, reply: wire.Reserved) -> list[wire.Place] | None:
         try:
             copies.require_places(handle.arenas, reply.places)
@@ -83,6 +134,17 @@ class Reserved:
             self._house.counts.missed("malformed", str(error))
             return None
         return places
+
+
+def reason_of(error: OSError | StoreError | StaleHandle) -> str:
+    """Return the reason of a miss that is due to `error`: slots that can't be mapped, a thread, a device, the end of a session."""
+    match error:
+        case OSError():
+            return "unmapped"
+        case StaleHandle():
+            return "away"
+        case _:
+            return copies.fault_of(error)
 
 
 def _refusal(word: str | None) -> Refusal | None:
@@ -154,12 +216,11 @@ class RemoteRoom:
         """The new blocks in place, each `[layers, parts, block_size, kv_heads, head_dim]`; fewer when room was short."""
         reserved, spec = self._live(), self._spec
         try:
-            slots = reserved.mapped()
-        except OSError as error:
-            self._house.counts.missed("unmapped", str(error))
+            return reserved.tensors(spec)
+        except (OSError, StaleHandle) as error:
+            self._house.counts.missed(reason_of(error), str(error))
             reserved.places = []
-            slots = []
-        return [tensors.as_tensor(slot, spec, spec.block_size) for slot in slots]
+            return []
 
     async def commit(self, upto: int) -> int:
         """Hand the blocks that end at or before token `upto` of the prompt to the cache; return how many tokens are cached now.
@@ -176,11 +237,10 @@ class RemoteRoom:
             end = min(upto // size - reserved.present, len(reserved.places))
             sums: list[int] = []
             if end > reserved.committed:
-                slots = reserved.mapped()[reserved.committed : end]
                 try:
-                    sums = await self._house.workers.run(Lane.COPY, copies.seal, slots)
-                except WorkerDied as error:
-                    self._house.counts.missed(copies.DIED, str(error))
+                    sums = await reserved.seal(reserved.committed, end)
+                except (StoreError, StaleHandle) as error:
+                    self._house.counts.missed(reason_of(error), str(error))
                     return first
             reserved = self._live()
             if sums and not await reserved.commit(end, sums):

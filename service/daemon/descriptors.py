@@ -33,6 +33,7 @@ class Descriptors:
         self._patience = patience
         self._links: dict[socket.socket, set[Watch]] = {}
         self._silent: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._unmapped: set[socket.socket] = set()
         house.connections.add(lambda: len(self._links), links=True)
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
 
@@ -80,8 +81,12 @@ class Descriptors:
 
     def _answer(self, link: socket.socket, packet: bytes) -> None:
         try:
-            token = wire.fetches.decode(packet).token
-            session = self._house.session(token)
+            asked = wire.fetches.decode(packet)
+            if isinstance(asked, wire.Unmapped):
+                self._unmapped.add(link)
+                return
+            self._unmapped.discard(link)
+            session = self._house.session(asked.token)
             if session is None:
                 raise JoinRefused("the token is no living session's: it is wrong, or that session has ended")
             if len(self._links[link]) >= self._house.config.limits.sessions and session.watch not in self._links[link]:
@@ -140,5 +145,7 @@ class Descriptors:
         self._heard(link)
         asyncio.get_running_loop().remove_reader(link.fileno())
         link.close()
+        unmapped = link in self._unmapped
+        self._unmapped.discard(link)
         for watch in self._links.pop(link):
-            watch.unlink()
+            watch.unlink(unmapped=unmapped)

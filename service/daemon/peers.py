@@ -56,6 +56,9 @@ class Watch:
     memory is gone, a client that lives closes it after its last mapping, and a forked child that inherited the mappings
     inherited the connection, too. Without one the process itself is watched, by `pidfd`. Without that, `grace` seconds pass.
 
+    Where a device works for the process (`on_device`), an end of the connection that was not announced is no more than the death of
+    the process, whose device may go on until the driver has closed what it had open: then `pidfd` decides as well.
+
     A watch belongs to the loop's thread.
     """
 
@@ -64,6 +67,9 @@ class Watch:
         self._grace = grace
         self._links = 0
         self._linked = False
+        self._unmapped = True
+        self.on_device = False
+        """Whether slots that the process may write lie on a device."""
         self._calls: list[Callable[[], None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self.over = asyncio.Event()
@@ -74,14 +80,17 @@ class Watch:
         self._links += 1
         self._linked = True
 
-    def unlink(self) -> None:
-        """Note that one has ended."""
+    def unlink(self, *, unmapped: bool = False) -> None:
+        """Note that one has ended, and whether the process had said that no device works for it any more."""
         self._links -= 1
+        self._unmapped = self._unmapped and unmapped
         if self._calls and not self._links:
-            if self._pidfd is not None:
-                self._ended()
-            else:
+            if self._pidfd is None:
                 self._wait()
+            elif self._may_go_on:
+                self._watch(self._pidfd)
+            else:
+                self._ended()
 
     def begin(self, calls: list[Callable[[], None]]) -> None:
         """Call each of `calls` when the process can't touch anything any more: at once, or later. To be called once."""
@@ -89,10 +98,14 @@ class Watch:
         if not calls:
             self.close()
         elif self._linked:
-            if not self._links:
+            if not self._links and not self._may_go_on:
                 self._ended()
+            elif not self._links and self._pidfd is not None:
+                self._watch(self._pidfd)
+            elif not self._links:
+                self._wait()
         elif self._pidfd is not None:
-            asyncio.get_running_loop().add_reader(self._pidfd, self._ended)
+            self._watch(self._pidfd)
         else:
             self._wait()
 
@@ -111,6 +124,13 @@ class Watch:
         if pidfd is not None:
             asyncio.get_running_loop().remove_reader(pidfd)
             os.close(pidfd)
+
+    @property
+    def _may_go_on(self) -> bool:
+        return self.on_device and not self._unmapped
+
+    def _watch(self, pidfd: int) -> None:
+        asyncio.get_running_loop().add_reader(pidfd, self._ended)
 
     def _wait(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._grace, self._ended)

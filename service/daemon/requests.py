@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tiercache.checks import seconds
-from tiercache.errors import AuditFailed, InvalidInput, InvalidSpec, InvalidStart, LimitReached, UnknownHandle
+from tiercache.errors import AuditFailed, DeviceRefused, InvalidInput, InvalidSpec, InvalidStart, LimitReached, UnknownHandle
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import wire
 from tiercache.service.daemon.claims import Held, lost
@@ -43,6 +43,8 @@ async def open_space(session: Session, frame: wire.Open) -> wire.Reply:
         raise InvalidSpec(str(error).partition("__init__() ")[2] or str(error)) from error
     cache = session.house.cache
     stack, place = await cache.locate(space, spec, shard=frame.shard)
+    if stack.bus is not None:
+        raise DeviceRefused(f"the HBM tier of this daemon lies on {stack.bus.device.name}, whose slots it can't hand out yet")
     desk = Desk(stack, place, spec, session.holdings.account(stack), require_open=cache.require_open)
     return wire.Opened(
         id=frame.id,

@@ -30,6 +30,7 @@ FACE = {
     # errors
     "AuditFailed",
     "Closed",
+    "DeviceRefused",
     "DirectoryLocked",
     "DirectoryRefused",
     "InvalidConfig",

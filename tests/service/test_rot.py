@@ -167,4 +167,5 @@ def block_of(cache: TierCache, kv: LocalKV, tokens: list[int], block: int) -> Pl
     lease = stack.cache.match(kv._desk.session, space, kv._key(tokens), count=False, charged=False)
     place = stack.readable(lease)[block]
     stack.cache.release(lease)
-    return stack.reader.view(place)
+    planes: Planes = stack.reader.view(place)
+    return planes

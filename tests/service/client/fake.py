@@ -56,6 +56,8 @@ class FakeDaemon:
         self.descriptors = directory / "d"
         self.address = f"unix://{self.path}"
         self.peers = 0
+        self.unmapped = 0
+        """How many of those that went said that they touch nothing any more."""
         self.boot = boot
         self.limits = {"tokens": 1 << 20}
         self.memory = HostMemory(SLOTS * block_first_slot_bytes(SPEC.geometry))
@@ -78,6 +80,10 @@ class FakeDaemon:
         del self.slots, self.generations
         self.memory.close()
         self.pages.close()
+
+    def arena(self) -> wire.ArenaAt:
+        """Return where the slots lie."""
+        return wire.ArenaAt("DRAM", self.layout, 0, 0, self.memory.size, SLOTS, 0)
 
     # --- what a test says -------------------------------------------------------------------------------------------------
 
@@ -167,8 +173,8 @@ class FakeDaemon:
                     limits=self.limits,
                 )
             case wire.Open():
-                at = wire.ArenaAt("DRAM", self.layout, 0, 0, self.memory.size, SLOTS, 0)
-                return wire.Opened(id=asked.id, kv=1, tiers=["DRAM", "SSD"], arenas=[at])
+                at = self.arena()
+                return wire.Opened(id=asked.id, kv=1, tiers=[at.tier, "SSD"], arenas=[at])
             case wire.Match():
                 return wire.Leased(id=asked.id, lease=asked.id, blocks=0, tiers={}, lifting=False, places=b"")
             case wire.Ready():
@@ -199,7 +205,10 @@ class FakeDaemon:
         loop = asyncio.get_running_loop()
         self.peers += 1
         with peer:
-            while await loop.sock_recv(peer, 4096):
+            while packet := await loop.sock_recv(peer, 4096):
+                if isinstance(wire.fetches.decode(packet), wire.Unmapped):
+                    self.unmapped += 1
+                    continue
                 own = [self.pages.open_readonly(), self.memory.open_readonly()]
                 names = [wire.GENERATIONS, wire.memory_name(0, writable=False), wire.memory_name(0, writable=True)]
                 try:

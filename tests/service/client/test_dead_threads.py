@@ -15,7 +15,7 @@ from tests.service.caches import small
 from tests.service.client.daemons import running
 from tests.service.client.fake import SIZE, SPACE, SPEC, FakeDaemon
 from tests.service.client.test_failures import TOKENS, is_exact, kv_of
-from tiercache.service.client import copies, remote_hit
+from tiercache.service.client import copies, copying
 from tiercache.service.client.client import connect
 
 
@@ -55,7 +55,7 @@ async def test_a_read_whose_thread_dies_has_no_tokens(fake: FakeDaemon, monkeypa
 async def test_a_gather_ends_when_all_of_its_threads_have(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of several dies while another still writes: the caller gets its tensor back only when that one has ended, too."""
     fake.holds(TOKENS, [0, 1, 2, 3])
-    monkeypatch.setattr(remote_hit, "SHARE", 1)
+    monkeypatch.setattr(copying, "SHARE", 1)
     plain, dead, go = copies.gather, threading.Event(), threading.Event()
     first = threading.Lock()
 

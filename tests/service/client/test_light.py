@@ -1,4 +1,4 @@
-"""A client costs little to import, and no tensor library before a tensor is asked for."""
+"""A client costs little to import: no tensor library before a tensor is asked for, no CuPy before memory of a device is."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import asyncio, sys, tiercache
 spec = tiercache.KVSpec(layers=1, kv_heads=1, head_dim=8, dtype="int8")
 space = tiercache.Namespace(model="m", weights="w")
 async def main():
-    async with tiercache.connect("unix:///nobody/here") as client:
+    async with tiercache.connect("unix:///nobody/here", device="cuda:0") as client:
         kv = await client.open(space, spec)
         async with kv.match(list(range(64))) as hit:
             assert await hit.ready() == 0
         await kv.flush([1])
 asyncio.run(main())
-with tiercache.BlockingClient("unix:///nobody/here") as client:
+with tiercache.BlockingClient("unix:///nobody/here", device="cuda:0") as client:
     assert client.open(space, spec).flush([1]) == 0
 """
 

@@ -172,6 +172,33 @@ async def test_a_living_process_that_unmaps_everything_is_waited_for_no_more(fol
         assert claims(core) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("announced", [True, False])
+async def test_where_a_device_writes_only_an_announced_end_of_the_connection_is_believed(folder: Path, announced: bool) -> None:
+    """A killed process's connections may end before its device stops: then the process, too, has to be gone."""
+    async with house(folder) as (daemon, core):
+        async with session_at(daemon.path) as raw:
+            opened = await raw.open()
+            handed = await fetched(raw)
+            await raw.call(wire.Reserved, wire.Reserve, kv=opened.kv, prompt=whole(NEW))
+            [session] = [one for one in daemon.house.sessions if one.token == raw.welcome.token]
+            session.watch.on_device = True
+            await raw.ws.close()
+            await session.done.wait()
+            if announced:
+                handed.link.send(wire.encoder.encode(wire.Unmapped()))
+
+            handed.close()
+            if announced:
+                async with asyncio.timeout(PATIENCE):
+                    await session.watch.over.wait()
+            else:
+                async with session_at(daemon.path) as other:  # which fetches after that end
+                    await other.open()
+                    await fetched(other)
+
+        assert claims(core) == (0, 0, 0 if announced else 3) and session.watch.waiting is not announced
+
+
 async def test_a_released_slot_has_another_generation(folder: Path) -> None:
     """Who copied sees in the shared page that the slot was given up meanwhile; the page can't be written."""
     async with house(folder) as (daemon, _), session_at(daemon.path) as raw:
@@ -328,5 +355,44 @@ async def test_two_connections_are_both_waited_for(calls: tuple[list[str], Calla
     watch.unlink()
     assert said == []
     watch.unlink()
+    await watch.over.wait()
+    assert said == ["free"]
+
+
+@pytest.mark.parametrize("first", ["the connection", "the session"])
+@pytest.mark.parametrize(("device", "announced"), [(True, False), (True, True), (False, False)])
+async def test_the_process_is_waited_for_where_its_device_may_go_on(
+    calls: tuple[list[str], Callable[[], None]], device: bool, announced: bool, first: str
+) -> None:
+    """Whichever end is seen first."""
+    said, free = calls
+    pidfd, alive = os.pipe()  # readable, as a pidfd is, when the other end is gone
+    watch = Watch(pidfd, grace=0.0)
+    watch.on_device = device
+    watch.link()
+
+    if first == "the session":
+        watch.begin([free])
+        watch.unlink(unmapped=announced)
+    else:
+        watch.unlink(unmapped=announced)
+        watch.begin([free])
+
+    assert said == ([] if device and not announced else ["free"])
+    os.close(alive)
+    await watch.over.wait()
+    assert said == ["free"]
+
+
+async def test_without_a_pidfd_a_device_has_the_grace_to_stop(calls: tuple[list[str], Callable[[], None]]) -> None:
+    said, free = calls
+    watch = Watch(None, grace=0.0)
+    watch.on_device = True
+    watch.link()
+    watch.unlink()
+
+    watch.begin([free])
+
+    assert said == []
     await watch.over.wait()
     assert said == ["free"]
