@@ -34,9 +34,12 @@ class DeviceTensors:
         return place != CPU and isinstance(tensor, _torch().Tensor) and str(tensor.device) == place
 
     def pointer(self) -> int:
-        """Return the driver's pointer to the stream that is torch's current one on the device, for the calling thread."""
-        place = self.device.tensors
-        return 0 if place == CPU else int(_torch().cuda.current_stream(place).cuda_stream)
+        """Return the driver's pointer to the stream that is torch's current one on the device, for the calling thread.
+
+        That is the default stream, 0, where torch has done nothing on a card in this process, or can't.
+        """
+        place, cuda = self.device.tensors, _torch().cuda
+        return int(cuda.current_stream(place).cuda_stream) if place != CPU and cuda.is_initialized() else 0
 
     def runner(self) -> Runner:
         """Return the stream that is torch's current one on the device, for the calling thread."""

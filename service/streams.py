@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from tiercache.errors import StoreError
+from tiercache.errors import Closed, StoreError
 from tiercache.kernels.device import Event
 from tiercache.service.device_tensors import DeviceTensors
 from tiercache.storage.device_passage import Passage, Runner
@@ -53,8 +53,8 @@ class Streams:
     async def _leave(over: Coroutine[Any, Any, None], leave: Callable[[], object]) -> None:
         try:
             await over
-        except StoreError as error:  # nothing more will be done with the slots
-            log.warning("a runner's stream failed: %s", str(error))
+        except (StoreError, Closed) as error:  # nothing more will be done with the slots
+            log.warning("a runner's stream is waited for no more: %s", str(error))
         finally:
             leave()
 
@@ -76,7 +76,8 @@ class Use:
 
     def here(self) -> None:
         """Count on the calling thread's current stream: who was given slots in place may use them on it."""
-        self._count(self._streams.tensors.runner())
+        if self._streams.tensors.pointer() not in self._runners:
+            self._count(self._streams.tensors.runner())
 
     async def enqueue(self, runner: Runner, call: Callable[..., T], *args: object) -> T:
         """Have `call(runner, *args)` enqueue copies on a runner's stream; who is cancelled does not stop it."""
