@@ -60,21 +60,17 @@ class DeviceTensors:
         layers, parts, tokens = tensor.shape[:3]
         planes, blocks, unit = layers * parts, tokens // spec.block_size, spec.block_size * spec.token_bytes
         if not blocks:
-            return Sheet([])
+            return []
         distance = (tensor.stride(1) if parts > 1 else tensor.stride(0)) * tensor.element_size()
         if planes == 1:
             distance = blocks * unit
-        storage = tensor.untyped_storage()
-        behind = storage.nbytes() - tensor.storage_offset() * tensor.element_size()
-        # The pool must end where the memory does: what is missing behind the last plane, as in a slice, lies before the first one.
-        first = max(0, -(-(planes * distance - behind) // unit))
-        address = tensor.data_ptr() - first * unit
-        if distance % unit == 0 and address >= storage.data_ptr():
-            memory = self.device.borrow(address, planes * distance, tensor)
-            return Sheet([Pool(memory, planes, distance // unit, unit)], first)
+        if distance % unit == 0:
+            # In a slice the last plane may end before its pool does: of the blocks that are missing there nobody copies any.
+            memory = self.device.borrow(tensor.data_ptr(), planes * distance, tensor)
+            return [Pool(memory, planes, distance // unit, unit)]
         memory = self.device.borrow(tensor.data_ptr(), (planes - 1) * distance + blocks * unit, tensor)
         part = self.device.part
-        return Sheet([Pool(part(memory, plane * distance, blocks * unit), 1, blocks, unit) for plane in range(planes)])
+        return [Pool(part(memory, plane * distance, blocks * unit), 1, blocks, unit) for plane in range(planes)]
 
 
 def _torch() -> Any:

@@ -30,14 +30,8 @@ class Runner(NamedTuple):
     stream: Stream
 
 
-class Sheet(NamedTuple):
-    """A tensor's blocks in place: pools that have the next planes of all of them each, one pool or one a plane.
-
-    Block 0 of the tensor is block `first` of every pool.
-    """
-
-    pools: Sequence[Pool]
-    first: int = 0
+Sheet = Sequence[Pool]
+"""A tensor's blocks in place: pools each of which has the next planes of all of them, one pool or one a plane."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,19 +83,19 @@ class Passage:
     def fill(self, runner: Runner, places: Sequence[Place], into: Sheet, first: int = 0) -> None:
         """Enqueue the copies of blocks into the leading blocks of a tensor: their planes from `first` on, as many as it has."""
         with self._stage_of(runner) as memory:
-            for target in into.pools:
+            for target in into:
                 step = max(1, memory.size // (target.planes * target.unit_bytes))
                 for low in range(0, len(places), step):
                     part = places[low : low + step]
-                    self._from_device(runner.stream, memory, part, target, into.first + low, first)
-                    self._from_host(runner.stream, memory, part, target, into.first + low, first)
+                    self._from_device(runner.stream, memory, part, target, low, first)
+                    self._from_host(runner.stream, memory, part, target, low, first)
                 first += target.planes
 
     def take(self, runner: Runner, source: Sheet, begin: int, slots: Sequence[int]) -> None:
         """Enqueue the copies of blocks `begin` and on of a tensor into slots of the device."""
-        first, begin = 0, source.first + begin
+        first = 0
         with self._stage_of(runner) as memory:
-            for origin in source.pools:
+            for origin in source:
                 step = max(1, memory.size // (origin.planes * origin.unit_bytes))
                 for low in range(0, len(slots), step):
                     part = slots[low : low + step]
@@ -112,9 +106,9 @@ class Passage:
     def lower(self, runner: Runner, source: Sheet, begin: int, places: Sequence[Place]) -> None:
         """Enqueue the copies of blocks `begin` and on of a tensor into slots of host memory."""
         order, runs = neighbours([place.position for place in places], [place.slot for place in places], together=self._together)
-        first, begin = 0, source.first + begin
+        first = 0
         with self._stage_of(runner) as memory:
-            for origin in source.pools:
+            for origin in source:
                 step = max(1, memory.size // (origin.planes * origin.unit_bytes))
                 at = 0
                 for run in runs:

@@ -217,5 +217,5 @@ def test_a_tensor_of_scattered_tokens_is_refused(seed: int) -> None:
     sheet = house.tensors.sheet(tensor_of(seed, SIZE - 1), SPEC, "out")
     house.passage.fill(house.runner(0), [], sheet)
 
-    assert not sheet.pools
+    assert not sheet
     house.close()
