@@ -152,7 +152,7 @@ class Hit:
         tokens = len(places) * spec.block_size
         out = tensors.empty(spec, tokens) if out is None else tensors.require_out(out, spec, tokens, place=side.place)
         stack = self._desk.stack
-        copy = side.gather(places, out, spec)
+        copy = side.gather(self._live().lease, places, out, spec)
         try:
             good = await stack.finishing.outlast(copy()) if places else 0
         except StoreError as error:
@@ -181,7 +181,7 @@ class Hit:
         whole = tensors.layer_out(out, tensors.one_layer(spec), len(places) * spec.block_size, place=side.place)
         stack = self._desk.stack
         if places:
-            copy = side.layer(places, layer, whole, spec)()
+            copy = side.layer(claim.lease, places, layer, whole, spec)()
             try:
                 await (copy if out is None else stack.finishing.outlast(copy))
             except StoreError as error:

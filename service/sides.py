@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from tiercache.kernels.device import Event
 from tiercache.kernels.host import Bytes
+from tiercache.leases import Lease
 from tiercache.service import tensors
 from tiercache.service.streams import Streams, Use
 from tiercache.spec import KVSpec
 from tiercache.storage.device_passage import Runner, Sheet
+from tiercache.storage.mover import Flight
 from tiercache.storage.reader import Place, SlotReader
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 class Side(Protocol):
@@ -25,12 +30,14 @@ class Side(Protocol):
         """Where the tensor lies, in torch's words."""
         ...
 
-    def gather(self, places: Sequence[Place], out: torch.Tensor, spec: KVSpec) -> Callable[[], Coroutine[Any, Any, int]]:
-        """Return what copies blocks into `out` and says how many leading ones are good. Raises InvalidTensor."""
+    def gather(
+        self, lease: Lease, places: Sequence[Place], out: torch.Tensor, spec: KVSpec
+    ) -> Callable[[], Coroutine[Any, Any, int]]:
+        """Return what copies the leading blocks of a lease into `out`, and says how many are good. Raises InvalidTensor."""
         ...
 
     def layer(
-        self, places: Sequence[Place], layer: int, out: torch.Tensor, spec: KVSpec
+        self, lease: Lease, places: Sequence[Place], layer: int, out: torch.Tensor, spec: KVSpec
     ) -> Callable[[], Coroutine[Any, Any, None]]:
         """Return what copies one layer of blocks into `out`, `[1, …]`; nothing is verified. Raises InvalidTensor."""
         ...
@@ -48,12 +55,14 @@ class HostSide:
     def __init__(self, reader: SlotReader) -> None:
         self._reader = reader
 
-    def gather(self, places: Sequence[Place], out: torch.Tensor, spec: KVSpec) -> Callable[[], Coroutine[Any, Any, int]]:
+    def gather(
+        self, lease: Lease, places: Sequence[Place], out: torch.Tensor, spec: KVSpec
+    ) -> Callable[[], Coroutine[Any, Any, int]]:
         """Return a copy that is over when it returns, each block verified."""
         return partial(self._reader.gather, places, tensors.planes_for_writing(out, spec))
 
     def layer(
-        self, places: Sequence[Place], layer: int, out: torch.Tensor, spec: KVSpec
+        self, lease: Lease, places: Sequence[Place], layer: int, out: torch.Tensor, spec: KVSpec
     ) -> Callable[[], Coroutine[Any, Any, None]]:
         """Return a copy that is over when it returns."""
         return partial(self._reader.layer, places, layer, tensors.planes_for_writing(out, tensors.one_layer(spec)))
@@ -76,21 +85,50 @@ class DeviceSide:
         """The device."""
         return self._streams.tensors.device.tensors
 
-    def gather(self, places: Sequence[Place], out: torch.Tensor, spec: KVSpec) -> Callable[[], Coroutine[Any, Any, int]]:
+    def gather(
+        self, lease: Lease, places: Sequence[Place], out: torch.Tensor, spec: KVSpec
+    ) -> Callable[[], Coroutine[Any, Any, int]]:
         """Return what enqueues the copies of the leading blocks of which none is bad where the host sees it."""
         sheet = self._streams.tensors.sheet(out, spec, "out")
-        return partial(self._use.enqueue, self._runner, self._streams.passage.gather, places, sheet)
+        return partial(self._enqueue, lease, spec.layers - 1, places, self._streams.passage.gather, sheet)
 
     def layer(
-        self, places: Sequence[Place], layer: int, out: torch.Tensor, spec: KVSpec
+        self, lease: Lease, places: Sequence[Place], layer: int, out: torch.Tensor, spec: KVSpec
     ) -> Callable[[], Coroutine[Any, Any, None]]:
         """Return what enqueues the copies."""
         sheet = self._streams.tensors.sheet(out, tensors.one_layer(spec), "out")
-        return partial(self._use.enqueue, self._runner, self._streams.passage.fill, places, sheet, layer * spec.parts)
+        return partial(self._enqueue, lease, layer, places, self._streams.passage.fill, sheet, layer * spec.parts)
 
     async def check(self, places: Sequence[Place]) -> int:
         """Check what lies in memory of the host; what lies on the device was verified on its way there."""
         return await self._streams.enqueue(self._streams.passage.check, places)
+
+    async def _enqueue(
+        self, lease: Lease, layer: int, places: Sequence[Place], call: Callable[..., T], sheet: Sheet, *rest: object
+    ) -> T:
+        """Have `call` enqueue the copies of blocks, those of which a layer is on its way from where that arrives.
+
+        Their sources were checked for this hit as well: until the copies begin a flight may end, and not have brought them.
+        """
+        where, events = list(places), dict[Flight, Event]()
+        for number, (flight, slot) in self._streams.arriving(lease, layer).items():
+            event = flight.layers[layer].event
+            if number < len(where) and where[number].position and event is not None:
+                where[number] = where[number]._replace(position=0, slot=slot)
+                events[flight] = event
+        for flight in events:
+            flight.begin_read()
+        passage = self._streams.passage
+        try:
+            return await self._use.enqueue(self._runner, passage.after, list(events.values()), call, where, sheet, *rest)
+        finally:
+            if events:
+                self._streams.later(self._streams.happened(self._runner.stream.record()), partial(_end_reads, list(events)))
+
+
+def _end_reads(flights: Sequence[Flight]) -> None:
+    for flight in flights:
+        flight.end_read()
 
 
 class Source(Protocol):

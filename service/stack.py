@@ -38,7 +38,7 @@ from tiercache.storage.device_port import DevicePort
 from tiercache.storage.device_reader import DeviceReader
 from tiercache.storage.disk_room import DiskRoom, measure
 from tiercache.storage.finishing import Finishing
-from tiercache.storage.mover import Mover
+from tiercache.storage.mover import Flight, Mover
 from tiercache.storage.reader import Place, Reader, SlotReader
 from tiercache.storage.slots import SlotPool
 from tiercache.storage.ssd import SsdStore
@@ -190,7 +190,7 @@ class Stack:
             self.port = DevicePort(device, lambda: arena.pool, geometry, bus.ring, workers)
             self.reader = DeviceReader(self.reader, device, arena, self.port)
             passage = Passage(device, lambda: arena.pool, stores, bus.beside, together=bus.together)
-            self.streams = Streams(seams.tensors(device), passage, workers, self.finishing)
+            self.streams = Streams(seams.tensors(device), passage, workers, self.finishing, self.arriving)
         copier = seams.copier(copier)
         self.troubles = Troubles(seams.clock)
         self.mover = Mover(self.cache.moves, copier, self.cache.stats, retry_seconds=seams.retry, troubles=self.troubles)
@@ -371,6 +371,18 @@ class Stack:
                 for block, slot in zip(node.blocks, table.slots(node.blocks, tag), strict=True)
             )
         return places
+
+    def arriving(self, lease: Lease, layer: int) -> dict[int, tuple[Flight, int]]:
+        """Return which blocks of a lease have a layer on its way into a device: by their number, the flight and the slot there."""
+        ways: dict[int, tuple[Flight, int]] = {}
+        for flight in self.mover.flights():
+            if flight.coming and flight.layers[layer].event is not None and isinstance(flight.work, Transfer):
+                slots = zip(flight.work.blocks[: flight.coming], flight.work.slots_to[: flight.coming], strict=True)
+                ways.update((block, (flight, slot)) for block, slot in slots)
+        if not ways:
+            return {}
+        blocks = (block for node in path(lease.node) for block in node.blocks)
+        return {number: ways[block] for number, block in enumerate(blocks) if block in ways}
 
     def readable_blocks(self, lease: Lease) -> int:
         """Return how many leading blocks of a lease lie in memory."""

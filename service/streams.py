@@ -14,20 +14,29 @@ from typing import Any, TypeVar
 
 from tiercache.errors import Closed, StoreError
 from tiercache.kernels.device import Event
+from tiercache.leases import Lease
 from tiercache.service.device_tensors import DeviceTensors
 from tiercache.storage.device_passage import Passage, Runner
 from tiercache.storage.finishing import Finishing
+from tiercache.storage.mover import Flight
 from tiercache.storage.workers import Lane, Workers, outlive
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+Arriving = Callable[[Lease, int], dict[int, tuple[Flight, int]]]
+"""By the number of a lease's block, the flight that brings it and the slot where a layer of it arrives."""
+
 
 class Streams:
     """What the hits and rooms of one stack have of a device beside it."""
 
-    def __init__(self, tensors: DeviceTensors, passage: Passage, workers: Workers, finishing: Finishing) -> None:
+    def __init__(
+        self, tensors: DeviceTensors, passage: Passage, workers: Workers, finishing: Finishing, arriving: Arriving
+    ) -> None:
+        self.arriving = arriving
+        """Says which blocks of a lease have a layer on its way into the device."""
         self.tensors = tensors
         self.passage = passage
         self._workers = workers

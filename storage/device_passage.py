@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tiercache.kernels.device import Device, Event, Memory, Pool, Stream
 from tiercache.kernels.host import Bytes
@@ -21,6 +21,8 @@ from tiercache.storage.checksum import checksum
 from tiercache.storage.contract import Store
 from tiercache.storage.neighbours import Run, neighbours
 from tiercache.storage.reader import Place
+
+T = TypeVar("T")
 
 
 class Runner(NamedTuple):
@@ -73,6 +75,13 @@ class Passage:
             if view is not None and checksum(view) != place.checksum:
                 return number
         return len(places)
+
+    @staticmethod
+    def after(runner: Runner, events: Sequence[Event], call: Callable[..., T], *args: object) -> T:
+        """Have what `call(runner, *args)` enqueues begin after some events."""
+        for event in events:
+            runner.stream.wait(event)
+        return call(runner, *args)
 
     def gather(self, runner: Runner, places: Sequence[Place], into: Sheet) -> int:
         """Check blocks and enqueue the copies of the leading good ones into a tensor; return how many that are."""
