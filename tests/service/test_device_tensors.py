@@ -325,6 +325,15 @@ async def stored_in_the_end(house: House, tokens: list[int]) -> None:
     raise AssertionError("there is never any room")
 
 
+def others_have_work(house: House, still: LazyStream) -> bool:
+    """Return whether a stream that does not stand still can go on."""
+    return any(
+        stream.work and (stream.work[0].after is None or stream.work[0].after.happened)
+        for stream in house.device.streams
+        if stream is not still
+    )
+
+
 def only(stream: LazyStream) -> Callable[[list[LazyStream]], LazyStream]:
     """Return a choice of that stream."""
     return lambda ready: stream
@@ -368,8 +377,13 @@ async def test_what_is_taken_after_a_read_stays_leased(seed: int) -> None:
             await hit.gather(out=out)
             seen = house.reads(out)
             taken = hit.take(SIZE)
-            refused = await house.kv.insert(prompt(seed + 1, 2), tensor_of(prompt(seed + 1, 2)))
+            insert = asyncio.create_task(house.kv.insert(prompt(seed + 1, 2), tensor_of(prompt(seed + 1, 2))))
+            still = house.stream
+            house.device.choose = lambda ready: next(stream for stream in ready if stream is not still)
+            await until(lambda: insert.done() or (others_have_work(house, still) and house.device.step() and False))
+        house.device.choose = lambda ready: ready[0]
         await house.settle()
+        refused = await insert
 
         assert taken == SIZE and refused.refused == 2 * SIZE
         assert is_exact(seen[0], tokens)
