@@ -48,6 +48,7 @@ class Code(enum.StrEnum):
     RECONCILE_FAILED = "reconcile_failed"
     WORKER_DIED = "worker_died"
     COPY_SLOW = "copy_slow"
+    PAGEABLE = "pageable"
     MOVE_DIED = "move_died"
     QUARANTINE = "quarantine"
     WATERMARK = "watermark"
@@ -188,6 +189,20 @@ def _unreconciled(cache: TierCache, now: float) -> Iterator[Sign]:
             yield Sign(code=Code.RECONCILE_FAILED, message=text, where=str(stack.geometry.block_bytes))
 
 
+# --- the device ------------------------------------------------------------------------------------------------------------
+
+
+def _pageable(cache: TierCache, now: float) -> Iterator[Sign]:
+    for stack in cache.stacks:
+        if stack.bus is not None and stack.bus.pageable is not None:
+            size, device = format_size(stack.bus.below_bytes), stack.bus.device.name
+            text = (
+                f"{size} of DRAM are not pinned for {device}, and copies between the two take longer until the next start: "
+                f"{stack.bus.pageable}"
+            )
+            yield Sign(code=Code.PAGEABLE, message=text, where=str(stack.geometry.block_bytes))
+
+
 # --- slots ----------------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +245,7 @@ CHECKS: tuple[Callable[[TierCache, float], Iterator[Sign]], ...] = (
     _unreconciled,
     _slow_calls,
     _dead_workers,
+    _pageable,
     _dead_moves,
     _apart,
     _watermarks,

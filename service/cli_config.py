@@ -23,6 +23,7 @@ def config(
     hbm: Annotated[str | None, typer.Option(help="Size of the HBM tier, such as 512MiB.")] = None,
     dram: Annotated[str | None, typer.Option(help="Size of the DRAM tier.")] = None,
     ssd: Annotated[str | None, typer.Option(help="Size of the SSD tier.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where the HBM tier lies: cpu, or a card such as cuda:0.")] = None,
     directory: Annotated[str | None, typer.Option(help="The SSD tier's directory.")] = None,
     admin: Annotated[str | None, typer.Option(help="ADDRESS:PORT of the admin part on TCP.")] = None,
     admin_token_file: Annotated[str | None, typer.Option(help="The file with the bearer token for it.")] = None,
@@ -33,7 +34,7 @@ def config(
     That is with the same options; each value comes from a default, the file or a flag.
     """
     sizes = {"hbm": hbm, "dram": dram, "ssd": ssd}
-    given = {"directory": directory, "admin": admin, "admin_token_file": admin_token_file}
+    given = {"device": device, "directory": directory, "admin": admin, "admin_token_file": admin_token_file}
     try:
         found = effective(file, sizes, given)
         values = _values(found) | {"socket": str(socket_path(socket if socket is not None else found.socket))}

@@ -38,6 +38,7 @@ def serve(
     hbm: Annotated[str | None, typer.Option(help="Size of the HBM tier, such as 512MiB, without a file.")] = None,
     dram: Annotated[str | None, typer.Option(help="Size of the DRAM tier, without a file.")] = None,
     ssd: Annotated[str | None, typer.Option(help="Size of the SSD tier, without a file.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where the HBM tier lies: cpu, or a card such as cuda:0.")] = None,
     directory: Annotated[str | None, typer.Option(help="The SSD tier's directory.")] = None,
     admin: Annotated[str | None, typer.Option(help="ADDRESS:PORT of the admin part on TCP.")] = None,
     admin_token_file: Annotated[str | None, typer.Option(help="The file with the bearer token for it.")] = None,
@@ -54,7 +55,7 @@ def serve(
         raise typer.BadParameter(f"{log_format!r} is none of {', '.join(_FORMATS)}", param_hint="--log-format")
     log_to_stderr(log_level, words=log_format == "text" or (log_format == "auto" and sys.stderr.isatty()))
     sizes = {"hbm": hbm, "dram": dram, "ssd": ssd}
-    given = {"directory": directory, "admin": admin, "admin_token_file": admin_token_file}
+    given = {"device": device, "directory": directory, "admin": admin, "admin_token_file": admin_token_file}
     try:
         daemon = Daemon(effective(config, sizes, given), socket)
         run(lambda: until_told(daemon))

@@ -35,6 +35,8 @@ class Bus:
         self, device: Device, geometry: Geometry, memory: Memory, *, length: int, most: int, below: Bytes | None, slot_bytes: int
     ) -> None:
         self.device = device
+        self.slot_bytes = memory.size
+        """Bytes of the device's memory that the slots lie in, what is left over included."""
         self._abandoned = False
         self.arena = DeviceArena(device, geometry, memory, length=length, most=most)
         blocks = max(1, min(self.arena.capacity, STAGE_BYTES // geometry.block_bytes))
@@ -61,6 +63,11 @@ class Bus:
     def below_bytes(self) -> int:
         """Bytes of host memory that are pinned, or would be."""
         return 0 if self._below is None else self._below.nbytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory below that are pinned."""
+        return 0 if self.pageable is not None else self.below_bytes
 
     def abandon(self) -> None:
         """Keep all of it as it is, whoever closes it: the device may still copy, and nobody knows for how long."""

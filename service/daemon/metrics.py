@@ -43,6 +43,7 @@ class _Daemon(Collector):
         yield from self._house()
         yield from self._loop()
         yield from self._tiers()
+        yield from self._device()
         yield from self._traffic()
 
     def _health(self) -> Iterator[Metric]:
@@ -151,6 +152,22 @@ class _Daemon(Collector):
                 queries.add_metric([size, name], figures.queries[position])
                 hits.add_metric([size, name], figures.hits[position])
         yield from (slots, queries, hits)
+
+    def _device(self) -> Iterator[Metric]:
+        labels = ["block_bytes", "device", "what"]
+        taken = GaugeMetricFamily("tiercache_device_bytes", "Memory of the device that the HBM tier takes.", labels=labels)
+        below = GaugeMetricFamily("tiercache_device_host_bytes", "Host memory that the device copies to and from.", labels=labels)
+        for stack in self._daemon.cache.stacks:
+            bus = stack.bus
+            if bus is None:
+                continue
+            who = [str(stack.geometry.block_bytes), bus.device.name]
+            taken.add_metric([*who, "slots"], bus.slot_bytes)
+            taken.add_metric([*who, "stages"], bus.ring.size)
+            below.add_metric([*who, "stages"], bus.ring.size)
+            below.add_metric([*who, "pinned"], bus.pinned_bytes)
+            below.add_metric([*who, "pageable"], bus.below_bytes - bus.pinned_bytes)
+        yield from (taken, below)
 
     def _traffic(self) -> Iterator[Metric]:
         size = ["block_bytes"]

@@ -12,6 +12,7 @@ from tiercache.service.stack import Stack
 from tiercache.slots import SlotState
 from tiercache.spec import Namespace
 from tiercache.storage.contract import FULL_CHARGE
+from tiercache.storage.device_bus import Bus
 from tiercache.storage.disk_room import DiskWatch
 from tiercache.storage.workers import LaneState
 
@@ -129,6 +130,7 @@ def figures(stack: Stack) -> dict[str, Any]:
             }
             for position, (tier, pool) in enumerate(zip(cache.tiers, cache.residency.slots, strict=True))
         ],
+        "device": _device(stack.bus),
         "matches": counted.matches,
         "asked": counted.asked,
         "missed": counted.missed,
@@ -154,6 +156,20 @@ def figures(stack: Stack) -> dict[str, Any]:
         "leases": sum(len(session.leases) for session in cache.sessions),
         "reservations": sum(len(session.reservations) for session in cache.sessions),
         "in_flight": len(cache.inflight.flying),
+    }
+
+
+def _device(bus: Bus | None) -> dict[str, Any] | None:
+    """Return what the HBM tier takes of a device, and of host memory for it; None where it lies on none."""
+    if bus is None:
+        return None
+    return {
+        "name": bus.device.name,
+        "slot_bytes": bus.slot_bytes,
+        "stage_bytes": bus.ring.size,
+        "pinned_bytes": bus.pinned_bytes,
+        "pageable_bytes": bus.below_bytes - bus.pinned_bytes,
+        "pageable": bus.pageable,
     }
 
 

@@ -42,6 +42,7 @@ def test_what_is_right_is_taken() -> None:
         ("copy_threads", True),
         ("copy_threads", 0),
         ("device", "cuda"),
+        ("device", "cuda:0"),
         ("device", 0),
         ("directory", 5),
         ("directory", "a\0b"),
