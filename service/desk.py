@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tiercache.checks import seconds
@@ -31,8 +31,8 @@ class Claim:
     """Where the blocks were found, the fastest tier first."""
     request: Any = None
     users: int = 1
-    verified: int = 0
-    """Leading blocks that were checked in their slots."""
+    verified: dict[str, int] = field(default_factory=dict)
+    """Leading blocks that were checked in their slots, by where the tensor lies that they were checked for."""
     _lock: asyncio.Lock | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Tensors on a device as pools of it, and slots of the device as tensors: in place, both ways.
+"""Tensors on a device as pools of it, in place, and the stream that their owner works on.
 
 Only shapes, addresses and streams are looked at here. Nothing is copied, and nothing waits.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import InvalidTensor
 from tiercache.kernels.device import Device, Memory, Pool
-from tiercache.service.tensors import is_regular
+from tiercache.service.tensors import CPU, is_regular
 from tiercache.spec import KVSpec
 from tiercache.storage.device_passage import Runner, Sheet
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     import torch
 
 
-_HOST = "cpu"
-
-
 class DeviceTensors:
-    """What torch and a device know of each other. A test replaces `holds` and `pointer`, where torch knows no such device."""
+    """What torch and a device know of each other.
+
+    For a device in memory of the host no tensor is one of its own, and there is one stream, as torch knows nothing of it: a test
+    that has tensors and streams there says which by `holds` and `pointer`.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -30,15 +31,20 @@ class DeviceTensors:
     @property
     def enqueues(self) -> bool:
         """Whether torch enqueues what it does in the device's memory; in the host's it is done when a call returns."""
-        return self.device.tensors != _HOST
+        return self.device.tensors != CPU
 
     def holds(self, tensor: Any) -> bool:
         """Return whether `tensor` is one of torch's, and lies in the device's memory."""
-        return isinstance(tensor, _torch().Tensor) and str(tensor.device) == self.device.tensors
+        place = self.device.tensors
+        return place != CPU and isinstance(tensor, _torch().Tensor) and str(tensor.device) == place
 
     def pointer(self) -> int:
-        """Return the driver's pointer to the stream that is torch's current one on the device, for the calling thread."""
-        return int(_torch().cuda.current_stream(self.device.tensors).cuda_stream)
+        """Return the driver's pointer to the stream that is torch's current one on the device, for the calling thread.
+
+        That is the default stream, 0, where torch has done nothing on a card in this process, or can't.
+        """
+        place, cuda = self.device.tensors, _torch().cuda
+        return int(cuda.current_stream(place).cuda_stream) if place != CPU and cuda.is_initialized() else 0
 
     def runner(self) -> Runner:
         """Return the stream that is torch's current one on the device, for the calling thread."""
@@ -59,21 +65,17 @@ class DeviceTensors:
         layers, parts, tokens = tensor.shape[:3]
         planes, blocks, unit = layers * parts, tokens // spec.block_size, spec.block_size * spec.token_bytes
         if not blocks:
-            return Sheet([])
+            return []
         distance = (tensor.stride(1) if parts > 1 else tensor.stride(0)) * tensor.element_size()
         if planes == 1:
             distance = blocks * unit
-        storage = tensor.untyped_storage()
-        behind = storage.nbytes() - tensor.storage_offset() * tensor.element_size()
-        # The pool must end where the memory does: what is missing behind the last plane, as in a slice, lies before the first one.
-        first = max(0, -(-(planes * distance - behind) // unit))
-        address = tensor.data_ptr() - first * unit
-        if distance % unit == 0 and address >= storage.data_ptr():
-            memory = self.device.borrow(address, planes * distance, tensor)
-            return Sheet([Pool(memory, planes, distance // unit, unit)], first)
+        if distance % unit == 0:
+            # In a slice the last plane may end before its pool does: of the blocks that are missing there nobody copies any.
+            memory = self.device.borrow(tensor.data_ptr(), planes * distance, tensor)
+            return [Pool(memory, planes, distance // unit, unit)]
         memory = self.device.borrow(tensor.data_ptr(), (planes - 1) * distance + blocks * unit, tensor)
         part = self.device.part
-        return Sheet([Pool(part(memory, plane * distance, blocks * unit), 1, blocks, unit) for plane in range(planes)])
+        return [Pool(part(memory, plane * distance, blocks * unit), 1, blocks, unit) for plane in range(planes)]
 
     def address(self, memory: Memory) -> int:
         """Return where the device's memory begins, in the device's addresses."""

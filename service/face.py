@@ -76,16 +76,20 @@ class Hit(Protocol):
     async def layer(self, layer: int, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer, each `[tokens, kv_heads, head_dim]` and the caller's own; one tensor if latent.
 
-        Waits for that layer only. `out` is `[parts, tokens, kv_heads, head_dim]`, for at least the readable tokens.
+        Waits for that layer only. `out` is `[parts, tokens, kv_heads, head_dim]`, for at least the readable tokens. On the device
+        it is filled on the stream that is current when the call begins, and nobody waits; without it the tensors are the host's.
         """
         ...
 
     async def gather(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return all readable KV, `[layers, parts, tokens, kv_heads, head_dim]`, copied once and verified."""
+        """Return all readable KV, `[layers, parts, tokens, kv_heads, head_dim]`, copied once and verified; `out` as in `layer`."""
         ...
 
     def view(self, block: int, layer: int) -> tuple[torch.Tensor, ...]:
-        """Return K and V of one layer of one block in place, each `[block_size, kv_heads, head_dim]`."""
+        """Return K and V of one layer of one block in place, each `[block_size, kv_heads, head_dim]`.
+
+        Where the block lies on the device so do they, to be read on the stream that is current now or at the hit's end.
+        """
         ...
 
     def take(self, tokens: int) -> int:
@@ -93,7 +97,7 @@ class Hit(Protocol):
         ...
 
     async def release(self) -> None:
-        """End the lease."""
+        """End the lease, which stands until the device has done what was enqueued under it."""
         ...
 
     async def __aenter__(self) -> Self:
@@ -120,7 +124,10 @@ class Room(Protocol):
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
-        """The new blocks in place, each `[layers, parts, block_size, kv_heads, head_dim]`; valid until the room is left."""
+        """The new blocks in place, each `[layers, parts, block_size, kv_heads, head_dim]`; valid until the room is left.
+
+        On the device they are written on the stream that is current now or at the commit, which covers what is enqueued by then.
+        """
         ...
 
     async def commit(self, upto: int) -> int:
@@ -148,7 +155,7 @@ class KV(Protocol):
         ...
 
     async def insert(self, tokens: Any, tensor: Any, *, start: int = 0, tier: Tier | None = None) -> Stored:
-        """Store the KV of `tokens[start:]`, copying it."""
+        """Store the KV of `tokens[start:]`, copying it; of a tensor on the device what its current stream will have written."""
         ...
 
     async def flush(self, tokens: Any) -> int:

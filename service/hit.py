@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,6 +14,7 @@ from tiercache.leases import Lease
 from tiercache.prefetch import PrefetchPolicy
 from tiercache.service import tensors
 from tiercache.service.desk import Claim, Desk
+from tiercache.service.sides import DeviceSide, HostSide, Side
 from tiercache.storage.reader import Place
 from tiercache.types import Tier
 
@@ -36,6 +38,8 @@ class Hit:
         self._tokens = 0
         self._settled = False
         self._ended = False
+        self._streams = desk.stack.streams
+        self._use = None if self._streams is None else self._streams.use()
 
     # --- lifetime ---------------------------------------------------------------------------------------------------------
 
@@ -68,7 +72,10 @@ class Hit:
         claim = self._claim
         assert claim is not None
         self._ended = True
-        self._desk.leave(claim)
+        if self._use is None:
+            self._desk.leave(claim)
+        else:
+            self._use.end(partial(self._desk.leave, claim))
 
     def _live(self) -> Claim:
         if self._claim is None or self._ended or self._claim.lease.released:
@@ -102,7 +109,7 @@ class Hit:
     def _keep(self, claim: Claim, blocks: int) -> None:
         size = self._desk.spec.block_size
         blocks = min(blocks, self._tokens // size)
-        if claim.users == 1:
+        if claim.users == 1 and not (self._use is not None and self._use.begun):  # else a stream may still read what is given up
             self._desk.stack.cache.shorten(claim.lease, blocks)
         self._tokens = blocks * size
 
@@ -133,16 +140,21 @@ class Hit:
         `out`, if given, has room for at least the readable tokens, and each layer's tokens contiguous; what is returned is its
         leading part. Blocks that fail their check, and what follows them, are left out and removed from the cache; what is given
         up with `take` meanwhile is left out, too.
+
+        An `out` on the device is filled on its current stream, the calling thread's: what is enqueued there afterwards finds the
+        KV, and nobody waits. Of these blocks those are verified first that lie in memory of the host; a block that lies on the
+        device was verified on its way there.
         """
+        side = self._side(out)
         spec = self._desk.spec
         await self.ready()
         places = self._places()
         tokens = len(places) * spec.block_size
-        out = tensors.empty(spec, tokens) if out is None else tensors.require_out(out, spec, tokens)
-        planes = tensors.planes_for_writing(out, spec)
+        out = tensors.empty(spec, tokens) if out is None else tensors.require_out(out, spec, tokens, place=side.place)
         stack = self._desk.stack
+        copy = side.gather(self._live().lease, places, out, spec)
         try:
-            good = await stack.finishing.outlast(stack.reader.gather(places, planes)) if places else 0
+            good = await stack.finishing.outlast(copy()) if places else 0
         except StoreError as error:
             return out[:, :, : self._nothing(error)]
         # Blocks are checked in their slots, after the copy: of what was released or given up meanwhile, other blocks may have been
@@ -158,18 +170,18 @@ class Hit:
 
         Waits as `ready` does, and for no way further up: a block is read wherever it lies. Blocks are checked once a hit. `out`,
         if given, is `[parts, tokens, kv_heads, head_dim]`, with room for at least the readable tokens and those of each part
-        contiguous; what is returned is its leading part. Raises InvalidInput for a layer that the model does not have, and
-        InvalidTensor.
+        contiguous; what is returned is its leading part. On the device it is filled as `gather` does, on its current stream. Raises
+        InvalidInput for a layer that the model does not have, and InvalidTensor.
         """
+        side = self._side(out)
         spec, claim = self._desk.spec, self._live()
         self._require_layer(layer)
         await self.ready()
-        places = await self._checked(claim)
-        one = tensors.one_layer(spec)
-        whole = tensors.layer_out(out, one, len(places) * spec.block_size)
+        places = await self._checked(claim, side)
+        whole = tensors.layer_out(out, tensors.one_layer(spec), len(places) * spec.block_size, place=side.place)
         stack = self._desk.stack
         if places:
-            copy = stack.reader.layer(places, layer, tensors.planes_for_writing(whole, one))
+            copy = side.layer(claim.lease, places, layer, whole, spec)()
             try:
                 await (copy if out is None else stack.finishing.outlast(copy))
             except StoreError as error:
@@ -181,12 +193,16 @@ class Hit:
     def view(self, block: int, layer: int) -> tuple[torch.Tensor, ...]:
         """Return K and V of one layer of block number `block` in place, each `[block_size, kv_heads, head_dim]`.
 
-        Not to be written, and valid until the lease ends. Raises InvalidInput for a block that is not readable (see `ready`).
+        Not to be written, and valid until the lease ends. A block on the device is a tensor there, to be read on the stream that is
+        current now or at the hit's end: the lease outlasts what is enqueued on them by then. Raises InvalidInput for a block that
+        is not readable (see `ready`).
         """
         spec = self._desk.spec
         self._require_layer(layer)
         places = self._places()
         integer(block, 0, len(places) - 1, "block")
+        if self._use is not None:
+            self._use.here()
         planes = self._desk.stack.reader.view(places[block])[layer * spec.parts : (layer + 1) * spec.parts]
         return tensors.parts_of(planes, spec)
 
@@ -195,6 +211,12 @@ class Hit:
     def _places(self) -> list[Place]:
         claim = self._live()
         return self._desk.stack.readable(claim.lease)[: self._tokens // self._desk.spec.block_size]
+
+    def _side(self, out: Any) -> Side:
+        """Return the side that `out` lies on; the host's for None."""
+        if self._use is None or self._streams is None or out is None or not self._streams.tensors.holds(out):
+            return HostSide(self._desk.stack.reader)
+        return DeviceSide(self._streams, self._use, self._streams.tensors.runner())
 
     def _require_layer(self, layer: int) -> None:
         integer(layer, 0, self._desk.spec.layers - 1, "layer")
@@ -205,19 +227,21 @@ class Hit:
         self._tokens = 0
         return 0
 
-    async def _checked(self, claim: Claim) -> list[Place]:
-        """Return the places of the hit's blocks that are sound; each is checked once a hit."""
+    async def _checked(self, claim: Claim, side: Side) -> list[Place]:
+        """Return the places of the hit's blocks that are sound; each is checked once a hit, and once for each side."""
         async with claim.lock:
             places = self._places()
-            rest = places[claim.verified :]
+            known = claim.verified.get(side.place, 0)
+            rest = places[known:]
             if rest:
                 try:
-                    claim.verified += await self._desk.stack.reader.verify(rest)
+                    known += await side.check(rest)
                 except StoreError as error:
                     self._nothing(error)
                     return []
                 self._live()  # else the slots were perhaps another block's when they were looked at
-                if claim.verified < len(places):
-                    self._desk.stack.distrust(claim.lease, claim.verified)
-                    self._tokens = min(self._tokens, claim.verified * self._desk.spec.block_size)
-            return places[: claim.verified]
+                claim.verified[side.place] = known
+                if known < len(places):
+                    self._desk.stack.distrust(claim.lease, known)
+                    self._tokens = min(self._tokens, known * self._desk.spec.block_size)
+            return places[:known]

@@ -286,6 +286,7 @@ class TierCache:
         """Wait until nothing moves any more: demotions, promotions, writes, background draining."""
         self.require_open()
         for stack in self._stacks.values():
+            await stack.finishing.wait()
             await stack.traffic.settle()
 
     @property

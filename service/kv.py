@@ -15,6 +15,7 @@ from tiercache.service.desk import PENDING_SECONDS, Desk
 from tiercache.service.face import Stored
 from tiercache.service.hit import Hit
 from tiercache.service.room import Room
+from tiercache.service.sides import DeviceSource, HostSource, Source
 from tiercache.spec import KVSpec
 from tiercache.storage.reader import Place
 from tiercache.types import Tier
@@ -76,21 +77,19 @@ class LocalKV:
         `tensor` is `[layers, parts, len(tokens) - start, kv_heads, head_dim]`. `start` is a block boundary up to which the
         prompt is cached: hold the hit that says so. Waits for room as long as the configuration allows, then the least
         valuable blocks go; what finds no room all the same is refused, as is everything when the prompt is not cached up to
-        `start` any more, because somebody deleted it; `refused_because` says why. Raises InvalidTokens, InvalidTensor, and
-        InvalidStart for a start that is no block boundary of the prompt.
+        `start` any more, because somebody deleted it; `refused_because` says why. A tensor on the device is read on its current
+        stream, the calling thread's: what was enqueued there before is in it. It must not change before this returns. Raises
+        InvalidTokens, InvalidTensor, and InvalidStart for a start that is no block boundary of the prompt.
         """
-        spec, size = self.spec, self.spec.block_size
+        size = self.spec.block_size
         packed = pack_tokens(tokens, limit=self._limit)
         count = len(packed) // 4
         integer(start, 0, count, "start", InvalidStart)
         if start % size:
             raise InvalidStart(f"start must be a multiple of the block size {size} from 0 to {count}, not {start!r}", value=start)
-        tensor = tensors.require(tensor, spec, count - start, "tensor")
         position = self._desk.position(tier)
-        key = self._key(tokens, packed)
-        planes = tensors.planes_for_reading(tensor, spec)
-        first = start // size
-        return await self._store(key, position, first, planes)
+        source = self._source(tensor, count - start)
+        return await self._store(self._key(tokens, packed), position, start // size, source)
 
     async def flush(self, tokens: Any) -> int:
         """Bring the cached prefix to the durable tier; return how many leading tokens would survive a loss of power now."""
@@ -128,8 +127,18 @@ class LocalKV:
         covered = hit.tokens // self.spec.block_size * self._desk.stride
         return hit.lease.space is self._desk.space and key.startswith(hit.lease.key[:covered])
 
-    async def _store(self, key: bytes, position: int, first: int, planes: Any) -> Stored:
-        """Store the blocks of `key` from block `first` on, whose bytes `planes` begins with."""
+    def _source(self, tensor: Any, tokens: int) -> Source:
+        """Return the KV of `tokens` tokens as blocks. Raises InvalidTensor."""
+        spec, stack = self.spec, self._desk.stack
+        streams = stack.streams
+        if streams is None or not streams.tensors.holds(tensor):
+            given = tensors.require(tensor, spec, tokens, "tensor")
+            return HostSource(stack.reader, tensors.planes_for_reading(given, spec))
+        given = tensors.require(tensor, spec, tokens, "tensor", place=streams.tensors.device.tensors)
+        return DeviceSource(stack.reader, streams, streams.tensors.runner(), streams.tensors.sheet(given, spec, "tensor"))
+
+    async def _store(self, key: bytes, position: int, first: int, source: Source) -> Stored:
+        """Store the blocks of `key` from block `first` on, with which `source` begins."""
         desk, size = self._desk, self.spec.block_size
         whole = len(key) // desk.stride
         stored, reached = 0, first
@@ -152,7 +161,7 @@ class LocalKV:
             if not len(room.blocks):  # all is there, or there is no room
                 desk.close(room)
                 break
-            done = await desk.stack.finishing.outlast(self._fill(room, planes, first))
+            done = await desk.stack.finishing.outlast(self._fill(room, source, first))
             stored += done
             reached += done
             if done < len(room.blocks):  # what came before was deleted while the bytes were copied
@@ -163,12 +172,12 @@ class LocalKV:
         refused = whole - reached
         return Stored(stored * size, (reached - first - stored) * size, refused * size, refusal if refused else None)
 
-    async def _fill(self, room: Reservation, planes: Any, first: int) -> int:
+    async def _fill(self, room: Reservation, source: Source, first: int) -> int:
         """Copy into reserved slots and commit; return how many blocks were stored. Runs to its end whoever goes away."""
         try:
             places = [Place(position, slot, 0) for position, slot in room.places]
             try:
-                sums = await self._desk.stack.reader.scatter(planes, room.present - first, places)
+                sums = await source.into(places, room.present - first)
             except StoreError as error:  # a thread died, or a device fails: what it was to store is refused
                 self._desk.stack.cache.stats.failed(type(error).__name__)
                 return 0

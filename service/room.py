@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -30,6 +31,9 @@ class Room:
         self._acquire = acquire
         self._reservation: Reservation | None = None
         self._committing = asyncio.Lock()
+        self._left = False
+        streams = desk.stack.streams
+        self._use = None if streams is None else streams.use()
 
     async def __aenter__(self) -> Self:
         """Take the slots; waits for room at most as long as an insert may."""
@@ -39,12 +43,22 @@ class Room:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Give back what was not committed."""
-        if self._reservation is not None:
-            self._desk.close(self._reservation)
+        """Give back what was not committed, when the device has done what the streams have that may write it.
+
+        Who is cancelled meanwhile does not wait for that.
+        """
+        reservation = self._reservation
+        if reservation is None or self._left:
+            return
+        self._left = True
+        close = partial(self._desk.close, reservation)
+        if self._use is None or reservation.committed == len(reservation.blocks):
+            close()  # what was committed was written before its checksum was taken
+        else:
+            await self._use.end(close)
 
     def _live(self) -> Reservation:
-        if self._reservation is None or self._reservation.closed:
+        if self._reservation is None or self._reservation.closed or self._left:
             raise LeaseReleased("this room has been left" if self._reservation else "the room has not been entered")
         return self._reservation
 
@@ -66,8 +80,14 @@ class Room:
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
-        """The new blocks in place, each `[layers, parts, block_size, kv_heads, head_dim]`; fewer when room was short."""
+        """The new blocks in place, each `[layers, parts, block_size, kv_heads, head_dim]`; fewer when room was short.
+
+        On the device they are tensors there, to be written on the stream that is current now, or at the commit: what is enqueued on
+        them by then is in the checksum.
+        """
         spec = self._desk.spec
+        if self._use is not None:
+            self._use.here()
         views = [self._desk.stack.reader.view(place) for place in self._places(self._live())]
         return [tensors.as_tensor(view, spec, spec.block_size) for view in views]
 
@@ -86,12 +106,19 @@ class Room:
             end = min(upto // size - reservation.present, len(reservation.blocks))
             places = self._places(reservation)[reservation.committed : end]
             try:
-                sums = await self._desk.stack.reader.seal(places) if places else []
+                sums = await self._seal(places) if places else []
             except StoreError as error:  # nothing of this call is cached; it can be asked for again
                 self._desk.stack.cache.stats.failed(type(error).__name__)
                 return first
             done = self._desk.commit(self._live(), max(end, reservation.committed), sums)
             return (reservation.present + done) * size
+
+    async def _seal(self, places: Sequence[Place]) -> list[int]:
+        """Return the checksums of what the caller has written, his streams' last copies included."""
+        if self._use is not None:
+            self._use.here()
+            await self._use.over()
+        return await self._desk.stack.reader.seal(places)
 
     def _places(self, reservation: Reservation) -> list[Place]:
         return [Place(position, slot, 0) for position, slot in reservation.places]

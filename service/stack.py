@@ -24,6 +24,8 @@ from tiercache.leases import Lease
 from tiercache.pace import Pace
 from tiercache.policy import LRU, PolicyFactory
 from tiercache.restore import Stored, restore
+from tiercache.service.device_tensors import DeviceTensors
+from tiercache.service.streams import Streams
 from tiercache.service.writing import write_policy
 from tiercache.sizes import parse_size
 from tiercache.spec import Geometry
@@ -31,11 +33,12 @@ from tiercache.storage.contract import Store
 from tiercache.storage.copier import Copier, StoreCopier
 from tiercache.storage.device_bus import Bus
 from tiercache.storage.device_copier import DeviceCopier
+from tiercache.storage.device_passage import Passage
 from tiercache.storage.device_port import DevicePort
 from tiercache.storage.device_reader import DeviceReader
 from tiercache.storage.disk_room import DiskRoom, measure
 from tiercache.storage.finishing import Finishing
-from tiercache.storage.mover import Mover
+from tiercache.storage.mover import Flight, Mover
 from tiercache.storage.reader import Place, Reader, SlotReader
 from tiercache.storage.slots import SlotPool
 from tiercache.storage.ssd import SsdStore
@@ -94,6 +97,7 @@ class Seams:
     clock: Clock = field(default_factory=MonotonicClock)
     workers: Callable[[Config, Clock], Workers] = _threads
     device: Callable[[str], Device] = open_device
+    tensors: Callable[[Device], DeviceTensors] = DeviceTensors
     copier: Callable[[Copier], Copier] = _as_it_is
     values: type[LmdbValues] = LmdbValues
     sync: bool = True
@@ -175,6 +179,9 @@ class Stack:
         inner = StoreCopier(stores, workers, digest=seams.digest)
         copier: Copier = inner
         self.reader: SlotReader = Reader(stores, workers, block_size=block_size, threads=config.copy_threads)
+        self.finishing = Finishing("tiercache-finish")
+        self.streams: Streams | None = None
+        """Of runners whose tensors lie on that device; None where there is none."""
         self.port: DevicePort | None = None
         """To the slots of a device; None where there is none."""
         if bus is not None:
@@ -182,6 +189,8 @@ class Stack:
             copier = DeviceCopier(inner, stores, arena, device, bus.ring, workers, together=bus.together)
             self.port = DevicePort(device, lambda: arena.pool, geometry, bus.ring, workers)
             self.reader = DeviceReader(self.reader, device, arena, self.port)
+            passage = Passage(device, lambda: arena.pool, stores, bus.beside, together=bus.together)
+            self.streams = Streams(seams.tensors(device), passage, workers, self.finishing, self.arriving)
         copier = seams.copier(copier)
         self.troubles = Troubles(seams.clock)
         self.mover = Mover(self.cache.moves, copier, self.cache.stats, retry_seconds=seams.retry, troubles=self.troubles)
@@ -199,7 +208,6 @@ class Stack:
         self._sweeping: asyncio.Task[None] | None = None
         self.sweep_fault: str | None = None
         """Why comparing metadata with data does not go on; None while it does, and when it is done."""
-        self.finishing = Finishing("tiercache-finish")
 
     # --- beginning and end ------------------------------------------------------------------------------------------------
 
@@ -363,6 +371,18 @@ class Stack:
                 for block, slot in zip(node.blocks, table.slots(node.blocks, tag), strict=True)
             )
         return places
+
+    def arriving(self, lease: Lease, layer: int) -> dict[int, tuple[Flight, int]]:
+        """Return which blocks of a lease have a layer on its way into a device: by their number, the flight and the slot there."""
+        ways: dict[int, tuple[Flight, int]] = {}
+        for flight in self.mover.flights():
+            if flight.coming and flight.layers[layer].event is not None and isinstance(flight.work, Transfer):
+                slots = zip(flight.work.blocks[: flight.coming], flight.work.slots_to[: flight.coming], strict=True)
+                ways.update((block, (flight, slot)) for block, slot in slots)
+        if not ways:
+            return {}
+        blocks = (block for node in path(lease.node) for block in node.blocks)
+        return {number: ways[block] for number, block in enumerate(blocks) if block in ways}
 
     def readable_blocks(self, lease: Lease) -> int:
         """Return how many leading blocks of a lease lie in memory."""

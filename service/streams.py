@@ -9,25 +9,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from tiercache.errors import StoreError
+from tiercache.errors import Closed, StoreError
 from tiercache.kernels.device import Event
+from tiercache.leases import Lease
 from tiercache.service.device_tensors import DeviceTensors
 from tiercache.storage.device_passage import Passage, Runner
 from tiercache.storage.finishing import Finishing
+from tiercache.storage.mover import Flight
 from tiercache.storage.workers import Lane, Workers, outlive
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+Arriving = Callable[[Lease, int], dict[int, tuple[Flight, int]]]
+"""By the number of a lease's block, the flight that brings it and the slot where a layer of it arrives."""
+
 
 class Streams:
     """What the hits and rooms of one stack have of a device beside it."""
 
-    def __init__(self, tensors: DeviceTensors, passage: Passage, workers: Workers, finishing: Finishing) -> None:
+    def __init__(
+        self, tensors: DeviceTensors, passage: Passage, workers: Workers, finishing: Finishing, arriving: Arriving
+    ) -> None:
+        self.arriving = arriving
+        """Says which blocks of a lease have a layer on its way into the device."""
         self.tensors = tensors
         self.passage = passage
         self._workers = workers
@@ -45,16 +54,16 @@ class Streams:
         """Wait until an event of a runner's stream has happened. Raises StoreError when the device failed."""
         await outlive(self._workers, Lane.RUNNER, event.wait)
 
-    def later(self, over: Coroutine[Any, Any, None], leave: Callable[[], object]) -> None:
-        """Call `leave` when `over` has ended; whoever closes the cache waits for that."""
-        self._finishing.start(self._leave(over, leave))
+    def later(self, over: Coroutine[Any, Any, None], leave: Callable[[], object]) -> asyncio.Future[None]:
+        """Call `leave` when `over` has ended; whoever closes the cache waits for that. Returns what can be waited for, too."""
+        return asyncio.shield(self._finishing.start(self._leave(over, leave)))
 
     @staticmethod
     async def _leave(over: Coroutine[Any, Any, None], leave: Callable[[], object]) -> None:
         try:
             await over
-        except StoreError as error:  # nothing more will be done with the slots
-            log.warning("a runner's stream failed: %s", str(error))
+        except (StoreError, Closed) as error:  # nothing more will be done with the slots
+            log.warning("a runner's stream is waited for no more: %s", str(error))
         finally:
             leave()
 
@@ -69,18 +78,23 @@ class Use:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def here(self) -> Runner:
-        """Return the calling thread's current stream, and count it among those that the slots' end comes after."""
-        runner = self._streams.tensors.runner()
-        self._runners[runner.pointer] = runner
-        return runner
+    @property
+    def begun(self) -> bool:
+        """Whether any stream was used."""
+        return bool(self._runners)
 
-    async def enqueue(self, call: Callable[..., T], *args: object) -> T:
-        """Have copies enqueued on one of the use's streams; who is cancelled does not stop it."""
+    def here(self) -> None:
+        """Count on the calling thread's current stream: who was given slots in place may use them on it."""
+        if self._streams.tensors.pointer() not in self._runners:
+            self._count(self._streams.tensors.runner())
+
+    async def enqueue(self, runner: Runner, call: Callable[..., T], *args: object) -> T:
+        """Have `call(runner, *args)` enqueue copies on a runner's stream; who is cancelled does not stop it."""
+        self._count(runner)
         self._enqueuing += 1
         self._idle.clear()
         try:
-            return await self._streams.enqueue(call, *args)
+            return await self._streams.enqueue(call, runner, *args)
         finally:
             self._enqueuing -= 1
             if not self._enqueuing:
@@ -90,19 +104,27 @@ class Use:
         """Wait until the device has done what these streams have now. Raises StoreError when it failed."""
         await self._over(self._ends())
 
-    def end(self, leave: Callable[[], object]) -> None:
-        """Call `leave`: now where no stream was used, else when the device has done what they and the current one have now."""
-        if not self._runners:
-            leave()
-            return
-        self.here()
-        self._streams.later(self._over(self._ends()), leave)
+    def end(self, leave: Callable[[], object]) -> Awaitable[None]:
+        """Call `leave`: now where no stream was used, else when the device has done what they and the current one have now.
+
+        Nobody needs to wait for what is returned, and who stops waiting for it changes nothing.
+        """
+        if self._runners:
+            self.here()
+            return self._streams.later(self._over(self._ends()), leave)
+        leave()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+    def _count(self, runner: Runner) -> None:
+        self._runners[runner.pointer] = runner
 
     def _ends(self) -> list[Event]:
         return [runner.stream.record() for runner in self._runners.values()]
 
     async def _over(self, ends: list[Event]) -> None:
-        if self._enqueuing:  # by others, who then have no use of it: its slots are theirs all the same until it is over
+        if self._enqueuing:  # for a caller who has gone, or will find that his hit has ended: what it reads is read all the same
             await self._idle.wait()
             ends = self._ends()
         for event in ends:

@@ -31,17 +31,21 @@ def _torch() -> Any:
     return importlib.import_module("torch")
 
 
-def require(tensor: Any, spec: KVSpec, tokens: int, name: str) -> torch.Tensor:
-    """Return `tensor` if it is the KV of `tokens` tokens: `[layers, parts, tokens, kv_heads, head_dim]`, on the CPU.
+CPU = "cpu"
+"""Where tensors of the host lie, in torch's words."""
+
+
+def require(tensor: Any, spec: KVSpec, tokens: int, name: str, *, place: str = CPU) -> torch.Tensor:
+    """Return `tensor` if it is the KV of `tokens` tokens, `[layers, parts, tokens, kv_heads, head_dim]`, and lies at `place`.
 
     A numpy array of the right type is taken, too. Raises InvalidTensor, naming what was found and expected.
     """
     if isinstance(tensor, np.ndarray) and (not tensor.flags.writeable or min(tensor.strides, default=0) < 0):
         tensor = tensor.copy()  # torch has neither
-    return _checked(_as_torch(tensor, name), spec, tokens, name)
+    return _checked(_as_torch(tensor, name), spec, tokens, name, place)
 
 
-def require_out(out: Any, spec: KVSpec, tokens: int) -> torch.Tensor:
+def require_out(out: Any, spec: KVSpec, tokens: int, *, place: str = CPU) -> torch.Tensor:
     """Return the leading part of `out` that the KV of `tokens` tokens fills; `out` itself may have room for more tokens.
 
     Raises InvalidTensor, as `require` does, and for a read-only array.
@@ -51,7 +55,7 @@ def require_out(out: Any, spec: KVSpec, tokens: int) -> torch.Tensor:
     tensor = _as_torch(out, "out")
     if tensor.ndim == 5 and tensor.shape[2] > tokens:
         tensor = tensor[:, :, :tokens]
-    return _checked(tensor, spec, tokens, "out")
+    return _checked(tensor, spec, tokens, "out", place)
 
 
 def one_layer(spec: KVSpec) -> KVSpec:
@@ -59,7 +63,7 @@ def one_layer(spec: KVSpec) -> KVSpec:
     return dataclasses.replace(spec, layers=1)
 
 
-def layer_out(out: Any, one: KVSpec, tokens: int) -> torch.Tensor:
+def layer_out(out: Any, one: KVSpec, tokens: int, *, place: str = CPU) -> torch.Tensor:
     """Return where one layer of `tokens` tokens goes, `[1, parts, tokens, kv_heads, head_dim]`: into `out`, or a new tensor.
 
     `out` has no first dimension. Raises InvalidTensor, as `require_out` does.
@@ -73,7 +77,7 @@ def layer_out(out: Any, one: KVSpec, tokens: int) -> torch.Tensor:
             found=tuple(shape),
             expected=one.shape(tokens)[1:],
         )
-    return require_out(out[None], one, tokens)
+    return require_out(out[None], one, tokens, place=place)
 
 
 def _as_torch(tensor: Any, name: str) -> torch.Tensor:
@@ -92,7 +96,7 @@ def _as_torch(tensor: Any, name: str) -> torch.Tensor:
     return tensor.detach()  # type: ignore[no-any-return]
 
 
-def _checked(tensor: torch.Tensor, spec: KVSpec, tokens: int, name: str) -> torch.Tensor:
+def _checked(tensor: torch.Tensor, spec: KVSpec, tokens: int, name: str, place: str) -> torch.Tensor:
     shape = spec.shape(tokens)
     if tuple(tensor.shape) != shape:
         raise InvalidTensor(
@@ -102,8 +106,8 @@ def _checked(tensor: torch.Tensor, spec: KVSpec, tokens: int, name: str) -> torc
         )
     if tensor.dtype is not getattr(_torch(), spec.dtype):
         raise InvalidTensor(f"{name} is {tensor.dtype}; expected torch.{spec.dtype}", found=str(tensor.dtype), expected=spec.dtype)
-    if tensor.device.type != "cpu":
-        raise InvalidTensor(f"{name} is on {tensor.device}; expected cpu", found=str(tensor.device), expected="cpu")
+    if (tensor.device.type if place == CPU else str(tensor.device)) != place:
+        raise InvalidTensor(f"{name} is on {tensor.device}; expected {place}", found=str(tensor.device), expected=place)
     return tensor
 
 

@@ -18,6 +18,11 @@ STAGES = 4
 STAGE_BYTES = 32 << 20
 """Bytes of a stage at most: a millisecond of the bus, beside which what a copy costs before it begins is little."""
 
+BESIDE = 2
+"""Runners' streams that have a stage of their own within the device; more of them share these."""
+BESIDE_BYTES = 16 << 20
+"""Bytes of such a stage at most: the device moves that much in the time of some launches."""
+
 
 class Bus:
     """A device's arena in `memory`, a ring of stages for it, and the host memory `below` pinned, whose slots are `slot_bytes` long.
@@ -37,6 +42,9 @@ class Bus:
         self.arena = DeviceArena(device, geometry, memory, length=length, most=most)
         blocks = max(1, min(self.arena.capacity, STAGE_BYTES // geometry.block_bytes))
         self.ring = Ring(device, geometry, stages=STAGES, blocks=blocks)
+        size = max(geometry.block_bytes, min(blocks * geometry.block_bytes, BESIDE_BYTES))
+        self.beside = [device.allocate(size) for _ in range(BESIDE)]
+        """Stages of runners' own streams (`Passage`)."""
         self._below = below
         self._pinning = None if below is None else Pinning(device, below, slot_bytes=slot_bytes)
         if self.pageable is not None:
@@ -80,5 +88,6 @@ class Bus:
         if self._pinning is not None:
             self._pinning.close()
         self.ring.close()
+        self.beside.clear()
         self.arena.close()
         self._below = None

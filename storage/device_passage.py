@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tiercache.kernels.device import Device, Event, Memory, Pool, Stream
 from tiercache.kernels.host import Bytes
@@ -21,6 +21,8 @@ from tiercache.storage.checksum import checksum
 from tiercache.storage.contract import Store
 from tiercache.storage.neighbours import Run, neighbours
 from tiercache.storage.reader import Place
+
+T = TypeVar("T")
 
 
 class Runner(NamedTuple):
@@ -30,14 +32,8 @@ class Runner(NamedTuple):
     stream: Stream
 
 
-class Sheet(NamedTuple):
-    """A tensor's blocks in place: pools that have the next planes of all of them each, one pool or one a plane.
-
-    Block 0 of the tensor is block `first` of every pool.
-    """
-
-    pools: Sequence[Pool]
-    first: int = 0
+Sheet = Sequence[Pool]
+"""A tensor's blocks in place: pools each of which has the next planes of all of them, one pool or one a plane."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,28 +76,35 @@ class Passage:
                 return number
         return len(places)
 
+    @staticmethod
+    def after(runner: Runner, events: Sequence[Event], call: Callable[..., T], *args: object) -> T:
+        """Have what `call(runner, *args)` enqueues begin after some events."""
+        for event in events:
+            runner.stream.wait(event)
+        return call(runner, *args)
+
     def gather(self, runner: Runner, places: Sequence[Place], into: Sheet) -> int:
         """Check blocks and enqueue the copies of the leading good ones into a tensor; return how many that are."""
         good = self.check(places)
         self.fill(runner, places[:good], into)
         return good
 
-    def fill(self, runner: Runner, places: Sequence[Place], into: Sheet, *, first: int = 0) -> None:
+    def fill(self, runner: Runner, places: Sequence[Place], into: Sheet, first: int = 0) -> None:
         """Enqueue the copies of blocks into the leading blocks of a tensor: their planes from `first` on, as many as it has."""
         with self._stage_of(runner) as memory:
-            for target in into.pools:
+            for target in into:
                 step = max(1, memory.size // (target.planes * target.unit_bytes))
                 for low in range(0, len(places), step):
                     part = places[low : low + step]
-                    self._from_device(runner.stream, memory, part, target, into.first + low, first)
-                    self._from_host(runner.stream, memory, part, target, into.first + low, first)
+                    self._from_device(runner.stream, memory, part, target, low, first)
+                    self._from_host(runner.stream, memory, part, target, low, first)
                 first += target.planes
 
     def take(self, runner: Runner, source: Sheet, begin: int, slots: Sequence[int]) -> None:
         """Enqueue the copies of blocks `begin` and on of a tensor into slots of the device."""
-        first, begin = 0, source.first + begin
+        first = 0
         with self._stage_of(runner) as memory:
-            for origin in source.pools:
+            for origin in source:
                 step = max(1, memory.size // (origin.planes * origin.unit_bytes))
                 for low in range(0, len(slots), step):
                     part = slots[low : low + step]
@@ -112,9 +115,9 @@ class Passage:
     def lower(self, runner: Runner, source: Sheet, begin: int, places: Sequence[Place]) -> None:
         """Enqueue the copies of blocks `begin` and on of a tensor into slots of host memory."""
         order, runs = neighbours([place.position for place in places], [place.slot for place in places], together=self._together)
-        first, begin = 0, source.first + begin
+        first = 0
         with self._stage_of(runner) as memory:
-            for origin in source.pools:
+            for origin in source:
                 step = max(1, memory.size // (origin.planes * origin.unit_bytes))
                 at = 0
                 for run in runs:

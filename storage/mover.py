@@ -43,20 +43,45 @@ class Layer:
 
 
 class Flight:
-    """A transfer or a discard under way. It has `layers` where they arrive one by one, and none where whole blocks are copied."""
+    """A transfer or a discard under way. It has `layers` where they arrive one by one, and none where whole blocks are copied.
 
-    __slots__ = ("done", "layers", "report", "steps", "undone", "work")
+    Until all of them have arrived, who reads on the device may have his stream wait for a layer's event and read it where it
+    arrives. The slots there are the transfer's, which may yet give them back: it ends after all that was begun to be read so.
+    """
+
+    __slots__ = ("_reads", "_unread", "coming", "done", "layers", "report", "steps", "undone", "work")
 
     def __init__(self, work: Work, layers: int) -> None:
         self.work = work
         self.done = asyncio.Event()
         self.layers = [Layer() for _ in range(layers)]
+        self.coming = 0
+        """How many leading blocks can be read where they arrive: those whose sources are sound; none any more when all is there."""
+        self._reads = 0
+        self._unread = asyncio.Event()
+        self._unread.set()
         self.steps = 0
         """Pieces that have arrived: who waits sees by it whether anything still moves."""
         self.undone = False
         """Of a discard: the records are still there, and it was given up because the cache closes or it died."""
         self.report: Report | None = None
         """What became of it; there when `done` is set, None for a discard and for a copy that broke."""
+
+    def begin_read(self) -> None:
+        """Keep the transfer from ending until `end_read`; its blocks are `coming`."""
+        self._reads += 1
+        self._unread.clear()
+
+    def end_read(self) -> None:
+        """Take note that the device has read what `begin_read` was for."""
+        self._reads -= 1
+        if not self._reads:
+            self._unread.set()
+
+    async def unread(self) -> None:
+        """Wait until nobody reads where the blocks arrive; from now on nobody begins to."""
+        self.coming = 0
+        await self._unread.wait()
 
     async def wait(self) -> Report | None:
         """Wait until the transfer is committed or given up, and return its report."""
@@ -168,6 +193,7 @@ class Mover:
             self._unread(transfer, report)
         elif report.arrived:
             self._worked(transfer)
+        await flight.unread()
         flight.report = report
         more: list[Work] = []
         try:
@@ -205,6 +231,7 @@ class Mover:
         if not before.arrived:
             return before
         last: Event | None = None
+        flight.coming = before.arrived
         try:
             for number, layer in enumerate(flight.layers):
                 last = await by_layer.layer(transfer, number, before.arrived)

@@ -88,9 +88,9 @@ _PAUSE = 0.05
 
 
 async def outlive(workers: Workers, lane: Lane, wait: Callable[..., None], *args: Any) -> None:
-    """Run `wait(*args)` in the lane until it has returned, also when a thread that waits dies: what it waits for does not know.
+    """Run `wait(*args)` in the lane until it has returned, also when a thread that waits dies.
 
-    Raises what `wait` raises, and Closed.
+    What it waits for knows nothing of that. Raises what `wait` raises, and Closed.
     """
     while True:
         try:

@@ -20,6 +20,7 @@ from tiercache.config import Config
 from tiercache.kernels.device import Device
 from tiercache.kernels.opening import open_device
 from tiercache.keys import Digest, sha256
+from tiercache.service.device_tensors import DeviceTensors
 from tiercache.service.stack import Seams, lanes_of
 from tiercache.storage.disk_room import DiskRoom, measure
 from tiercache.storage.ssd_values import LmdbValues, Write
@@ -273,6 +274,7 @@ class Rig:
     patience: float = 5.0
     forgetting: float = 30.0
     device: Callable[[str], Device] = open_device
+    tensors: Callable[[Device], DeviceTensors] = DeviceTensors
     copies: Copies = field(default_factory=Copies)
     threads: Threads = field(default_factory=Threads)
     disk: Disk = field(default_factory=Disk)
@@ -283,6 +285,7 @@ class Rig:
             clock=self.clock,
             workers=self.threads,
             device=self.device,
+            tensors=self.tensors,
             copier=self.copies.around,
             values=self.disk.values(),
             measure=self.disk.measure,
