@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache.service import wire
+from tiercache.service import wire, wire_memory
 from tiercache.spec import Geometry
 from tiercache.storage.layouts import (
     SLOT_ALIGNMENT,
@@ -37,7 +37,7 @@ Grip = object
 """What a view keeps alive; its end is noticed by weak references."""
 
 _MOST_PACKET = 64 * 1024
-_UNMAPPED = wire.encoder.encode(wire.Unmapped())
+_UNMAPPED = wire.encoder.encode(wire_memory.Unmapped())
 _LAYOUTS: dict[str, tuple[Callable[[Bytes, Geometry], SlotPlanes], Callable[[Geometry, int], int]]] = {
     "block-first": (block_first, block_first_capacity),
     "layer-first": (layer_first, layer_first_capacity),
@@ -86,10 +86,12 @@ class Memory:
     async def fetch(self, token: bytes) -> int:
         """Ask for the descriptors of a session and keep those that are new; return how many bytes went to and fro."""
         loop = asyncio.get_running_loop()
-        asked = wire.encoder.encode(wire.Fetch(token))
+        asked = wire.encoder.encode(wire_memory.Fetch(token))
         await loop.sock_sendall(self._channel, asked)
         await _until_readable(loop, self._channel)
-        packet, descriptors, flags, _ = socket.recv_fds(self._channel, _MOST_PACKET, wire.MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        packet, descriptors, flags, _ = socket.recv_fds(
+            self._channel, _MOST_PACKET, wire_memory.MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
         try:
             self._keep(packet, descriptors, flags)
         finally:
@@ -99,12 +101,12 @@ class Memory:
 
     def has(self, at: wire.ArenaAt) -> bool:
         """Return whether the descriptors of an arena are here."""
-        own = [] if at.layout == wire.DEVICE_LAYOUT else [wire.memory_name(at.memory, writable=False)]
-        return {wire.GENERATIONS, *own} <= self._descriptors.keys()
+        own = [] if at.layout == wire.DEVICE_LAYOUT else [wire_memory.memory_name(at.memory, writable=False)]
+        return {wire_memory.GENERATIONS, *own} <= self._descriptors.keys()
 
     def generations(self, at: wire.ArenaAt) -> memoryview:
         """Return the generations of an arena's slots, by slot. Raises ValueError for what can't be."""
-        pages = self.readable(wire.GENERATIONS)
+        pages = self.readable(wire_memory.GENERATIONS)
         if not (0 <= at.generations <= len(pages) - 4 * at.slots and at.generations % 4 == 0 and at.slots > 0):
             raise ValueError(f"{at.slots} generations are no part of what was mapped: {at}")
         # A memoryview's items cost half of what an array's do, and one is read after every copy.
@@ -130,7 +132,7 @@ class Memory:
 
         `populate` enters the pages at once: one by one, as they are first written, they cost more than the copy.
         """
-        descriptor = self._descriptor(wire.memory_name(memory, writable=True))
+        descriptor = self._descriptor(wire_memory.memory_name(memory, writable=True))
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
         return np.frombuffer(mmap.mmap(descriptor, length, flags=flags, offset=offset), np.uint8)
 
@@ -138,7 +140,7 @@ class Memory:
         if not packet or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
             raise ConnectionError("the daemon handed no descriptors over")
         try:
-            answer = wire.handed.decode(packet)
+            answer = wire_memory.handed.decode(packet)
         except msgspec.MsgspecError as error:
             raise ConnectionError(f"the answer with descriptors can't be read: {error}") from error
         if isinstance(answer, wire.Failed):
@@ -179,7 +181,7 @@ class Arena:
         if at.layout not in _LAYOUTS:
             raise ValueError(f"the layout {at.layout!r} is not known")
         lay_out, capacity = _LAYOUTS[at.layout]
-        whole = memory.readable(wire.memory_name(at.memory, writable=False))
+        whole = memory.readable(wire_memory.memory_name(at.memory, writable=False))
         inside = at.offset >= 0 and at.length >= 0 and at.offset + at.length <= len(whole) and at.offset % SLOT_ALIGNMENT == 0
         if not inside or not 0 < at.slots <= capacity(geometry, at.length):
             raise ValueError(f"{at.slots} slots of {geometry.block_bytes} bytes are no part of what was mapped: {at}")

@@ -11,7 +11,7 @@ import socket
 import msgspec
 
 from tiercache.errors import Closed, JoinRefused, LimitReached, TierCacheError
-from tiercache.service import wire
+from tiercache.service import wire, wire_memory
 from tiercache.service.daemon.house import House
 from tiercache.service.daemon.peers import Watch, peer_of
 
@@ -81,8 +81,8 @@ class Descriptors:
 
     def _answer(self, link: socket.socket, packet: bytes) -> None:
         try:
-            asked = wire.fetches.decode(packet)
-            if isinstance(asked, wire.Unmapped):
+            asked = wire_memory.fetches.decode(packet)
+            if isinstance(asked, wire_memory.Unmapped):
                 self._unmapped.add(link)
                 return
             self._unmapped.discard(link)
@@ -101,7 +101,7 @@ class Descriptors:
         try:
             house = self._house.cache
             writable = [memory.descriptor for memory in house.memory]
-            socket.send_fds(link, [wire.encoder.encode(wire.Handed(names))], [*opened, *writable])
+            socket.send_fds(link, [wire.encoder.encode(wire_memory.Handed(names))], [*opened, *writable])
         finally:
             for descriptor in opened:
                 os.close(descriptor)
@@ -127,9 +127,9 @@ class Descriptors:
             raise
         count = len(cache.memory)
         return opened, [
-            wire.GENERATIONS,
-            *(wire.memory_name(number, writable=False) for number in range(count)),
-            *(wire.memory_name(number, writable=True) for number in range(count)),
+            wire_memory.GENERATIONS,
+            *(wire_memory.memory_name(number, writable=False) for number in range(count)),
+            *(wire_memory.memory_name(number, writable=True) for number in range(count)),
         ]
 
     def _refuse(self, link: socket.socket, kind: str, message: str) -> None:

@@ -24,7 +24,7 @@ from tests.service.daemon.http import ask, get
 from tests.service.daemon.raw import connected, daemon_of, descriptors_path, session_at
 from tiercache.config import Limits
 from tiercache.errors import InvalidConfig
-from tiercache.service import wire
+from tiercache.service import wire, wire_memory
 from tiercache.service.client.client import BackOff, connect
 from tiercache.service.daemon.connections import require_descriptors
 from tiercache.storage.memory import HostMemory
@@ -244,7 +244,7 @@ async def test_q2_one_too_many_is_told_so_on_each_socket(folder: Path) -> None:
         for link in links:
             link.connect(str(descriptors_path(daemon.path)))
         packets = links.pop()
-        refused = wire.handed.decode(await asyncio.get_running_loop().sock_recv(packets, 1000))
+        refused = wire_memory.handed.decode(await asyncio.get_running_loop().sock_recv(packets, 1000))
         assert isinstance(refused, wire.Failed) and refused.kind == "LimitReached"
         packets.close()
         for link in links:  # there was room for these, whatever the crowd

@@ -24,7 +24,7 @@ from tests.service.client.fake import until
 from tests.service.daemon.raw import names_in, session_at
 from tiercache.config import Config
 from tiercache.errors import StaleHandle
-from tiercache.service import wire
+from tiercache.service import wire, wire_memory
 from tiercache.service.client.blocking import BlockingClient
 from tiercache.service.client.client import BackOff, connect
 from tiercache.sizes import parse_size
@@ -75,7 +75,7 @@ async def test_q1_clients_end_deletes_nothing(folder: Path, python: str, seed: i
             kv = await client.open(SPACE, LARGE)
             await store(kv, tokens)
             before = {file.inode: file.size for file in memfds(daemon.pid)}
-            fetch = wire.encoder.encode(wire.Fetch(raw.welcome.token)).hex()
+            fetch = wire.encoder.encode(wire_memory.Fetch(raw.welcome.token)).hex()
             sums = set()
             for end, code in [*ENDS.items()] * 2:
                 process = await asyncio.create_subprocess_exec(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tests.oracle import oracle_kv
 from tiercache.kernels.host import gather_tokens
-from tiercache.service import wire
+from tiercache.service import wire, wire_memory
 from tiercache.spec import KVSpec, Namespace
 from tiercache.storage.checksum import checksum
 from tiercache.storage.layouts import block_first, block_first_slot_bytes, layer_first
@@ -206,13 +206,17 @@ class FakeDaemon:
         self.peers += 1
         with peer:
             while packet := await loop.sock_recv(peer, 4096):
-                if isinstance(wire.fetches.decode(packet), wire.Unmapped):
+                if isinstance(wire_memory.fetches.decode(packet), wire_memory.Unmapped):
                     self.unmapped += 1
                     continue
                 own = [self.pages.open_readonly(), self.memory.open_readonly()]
-                names = [wire.GENERATIONS, wire.memory_name(0, writable=False), wire.memory_name(0, writable=True)]
+                names = [
+                    wire_memory.GENERATIONS,
+                    wire_memory.memory_name(0, writable=False),
+                    wire_memory.memory_name(0, writable=True),
+                ]
                 try:
-                    socket.send_fds(peer, [wire.encoder.encode(wire.Handed(names))], [*own, self.memory.descriptor])
+                    socket.send_fds(peer, [wire.encoder.encode(wire_memory.Handed(names))], [*own, self.memory.descriptor])
                 finally:
                     for descriptor in own:
                         os.close(descriptor)

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from tiercache.keys import pack_tokens
-from tiercache.service import wire
+from tiercache.service import wire, wire_memory
 
 NAMESPACE = {"model": "m", "weights": "sha256:1"}
 SPEC = {"layers": 4, "kv_heads": 1, "head_dim": 32, "dtype": "float16", "block_size": 16}
@@ -77,11 +77,11 @@ def map_writable(welcome: wire.Welcome, opened: wire.Opened) -> tuple[Any, Any]:
     """Map the first tier to be written; return the connection that brought it, to be kept, and the bytes."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.connect(welcome.descriptors)
-    link.send(wire.encoder.encode(wire.Fetch(welcome.token)))
-    packet, descriptors, _, _ = socket.recv_fds(link, 65536, wire.MOST_DESCRIPTORS)
-    names = wire.handed.decode(packet)
-    assert isinstance(names, wire.Handed)
-    wanted = names.names.index(wire.memory_name(opened.arenas[0].memory, writable=True))
+    link.send(wire.encoder.encode(wire_memory.Fetch(welcome.token)))
+    packet, descriptors, _, _ = socket.recv_fds(link, 65536, wire_memory.MOST_DESCRIPTORS)
+    names = wire_memory.handed.decode(packet)
+    assert isinstance(names, wire_memory.Handed)
+    wanted = names.names.index(wire_memory.memory_name(opened.arenas[0].memory, writable=True))
     memory = mmap.mmap(descriptors[wanted], 0)
     for descriptor in descriptors:
         os.close(descriptor)

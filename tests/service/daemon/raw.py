@@ -22,7 +22,7 @@ from tests.seams import Rig
 from tests.service.caches import SPACE, SPEC, small
 from tiercache.config import Config
 from tiercache.keys import pack_tokens
-from tiercache.service import wire
+from tiercache.service import wire, wire_memory
 from tiercache.service.address import beside
 from tiercache.service.daemon.daemon import Daemon
 from tiercache.spec import KVSpec, Namespace
@@ -145,15 +145,15 @@ async def fetched(raw: Raw, *, token: bytes | None = None) -> Handed:
     loop = asyncio.get_running_loop()
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     await loop.sock_connect(link, raw.welcome.descriptors)
-    await loop.sock_sendall(link, wire.encoder.encode(wire.Fetch(token if token is not None else raw.welcome.token)))
+    await loop.sock_sendall(link, wire.encoder.encode(wire_memory.Fetch(token if token is not None else raw.welcome.token)))
     readable = asyncio.Event()
     loop.add_reader(link, readable.set)
     async with asyncio.timeout(PATIENCE):
         await readable.wait()
     loop.remove_reader(link)
-    packet, descriptors, _, _ = socket.recv_fds(link, 65536, wire.MOST_DESCRIPTORS)
-    answer = wire.handed.decode(packet)
-    names = answer.names if isinstance(answer, wire.Handed) else []
+    packet, descriptors, _, _ = socket.recv_fds(link, 65536, wire_memory.MOST_DESCRIPTORS)
+    answer = wire_memory.handed.decode(packet)
+    names = answer.names if isinstance(answer, wire_memory.Handed) else []
     handed = Handed(link, dict(zip(names, descriptors, strict=True)))
     raw.handed.append(handed)
     return handed
@@ -161,7 +161,7 @@ async def fetched(raw: Raw, *, token: bytes | None = None) -> Handed:
 
 def slots_of(handed: Handed, at: wire.ArenaAt, spec: KVSpec = SPEC, *, writable: bool = False) -> Bytes:
     """Map an arena and return its slots, `[slots, planes, unit_bytes]`."""
-    descriptor = handed.names[wire.memory_name(at.memory, writable=writable)]
+    descriptor = handed.names[wire_memory.memory_name(at.memory, writable=writable)]
     mode = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     memory = np.frombuffer(mmap.mmap(descriptor, 0, prot=mode), np.uint8)[at.offset : at.offset + at.length]
     lay_out = {"block-first": block_first, "layer-first": layer_first}[at.layout]

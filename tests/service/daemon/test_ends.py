@@ -18,7 +18,7 @@ import pytest
 from tests.service.caches import prompt, small
 from tests.service.daemon.raw import PATIENCE, are_exact, connected, daemon_of, fetched, fill, session_at, stored, whole
 from tiercache.cache import Cache
-from tiercache.service import wire
+from tiercache.service import wire, wire_memory
 from tiercache.service.daemon.daemon import Daemon
 from tiercache.service.daemon.peers import Watch
 from tiercache.service.daemon.session import Session
@@ -185,7 +185,7 @@ async def test_where_a_device_writes_only_an_announced_end_of_the_connection_is_
             await raw.ws.close()
             await session.done.wait()
             if announced:
-                handed.link.send(wire.encoder.encode(wire.Unmapped()))
+                handed.link.send(wire.encoder.encode(wire_memory.Unmapped()))
 
             handed.close()
             if announced:
@@ -207,7 +207,7 @@ async def test_a_released_slot_has_another_generation(folder: Path) -> None:
         hit = await raw.call(wire.Leased, wire.Match, kv=opened.kv, prompt=whole(HELD))
         assert hit.places is not None
         place = wire.unpack_places(hit.places)[0]
-        page = generations(handed.names[wire.GENERATIONS])
+        page = generations(handed.names[wire_memory.GENERATIONS])
         number = opened.arenas[place.position].generations // 4 + place.slot
 
         assert page[number] == place.generation
