@@ -118,3 +118,10 @@ def test_strides_that_hold_no_blocks_are_named(strides: tuple[int, ...], why: st
         layer_rows((2, 9, 4, 3, 8), strides, SPEC, LAYOUTS[0])
 
     assert str(strides) in str(error.value)
+
+
+def test_padding_between_blocks_makes_rows_short() -> None:
+    """A row is no longer than what divides every distance: one that were would begin in the middle of another."""
+    rows = layer_rows((9, 2, 4, 3, 8), (400, 200, 48, 16, 2), SPEC, "block kv token head dim")
+
+    assert rows.row_bytes == 8 and rows.block.tolist() == [*range(24), *range(25, 49)] and rows.stride == 50
