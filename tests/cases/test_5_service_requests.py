@@ -137,6 +137,7 @@ INTEGERS = {"-1", "2^31", "2^32+5", "2^63"}
 FITTING = {
     ("match", "request"): {"text", "null"},
     ("reserve", "after"): {"null"},
+    ("match", "in_place"): {"true"},
     ("reserve", "tier"): {"null"},
     ("reserve", "wait"): {"true"},
     ("pin", "ttl"): {"1.0"},
