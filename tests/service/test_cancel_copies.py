@@ -285,7 +285,7 @@ async def test_a_cancelled_open_can_be_repeated(tmp_path: Path, seed: int) -> No
     rig = Rig()
     tokens = prompt(seed, 2)
     async with opened(small(directory=tmp_path / "ssd"), rig) as cache:
-        hold = rig.threads.hold("_open_stores")
+        hold = rig.threads.hold("open")
 
         await cancelled(cache.open(SPACE, SPEC), hold)
         hold.release()
@@ -300,7 +300,7 @@ async def test_a_cancelled_start_leaves_nothing(tmp_path: Path) -> None:
     """Memory and the directory's lock are given back when the thread that takes them has ended."""
     rig = Rig()
     config = small(directory=tmp_path / "ssd")
-    hold = rig.threads.hold("_allocate")
+    hold = rig.threads.hold("allocate")
     cache = TierCache(config, seams=rig.seams())
 
     await cancelled(cache.__aenter__(), hold)
@@ -352,7 +352,7 @@ async def test_a_close_during_an_open_ends_both(tmp_path: Path) -> None:
     config = small(directory=tmp_path / "ssd")
     cache = TierCache(config, seams=rig.seams())
     await cache.__aenter__()
-    hold = rig.threads.hold("_open_stores")
+    hold = rig.threads.hold("open")
     opening = asyncio.ensure_future(cache.open(SPACE, SPEC))
     await hold.reached()
     closing = asyncio.ensure_future(cache.close())

@@ -106,7 +106,7 @@ def test_what_cannot_be_ends_with_a_message_that_names_it(
 async def test_health_says_starting_while_memory_is_allocated(folder: Path) -> None:
     """The socket is there first. Whoever asks for a session, or for figures, is told to come again."""
     rig = Rig()
-    hold = rig.threads.hold("_allocate")
+    hold = rig.threads.hold("allocate")
     daemon = Daemon(small(), folder / "d.sock", seams=rig.seams())
     starting = asyncio.ensure_future(daemon.__aenter__())
     try:
@@ -125,7 +125,7 @@ async def test_health_says_starting_while_memory_is_allocated(folder: Path) -> N
 
 async def test_a_start_that_is_called_off_leaves_nothing(folder: Path) -> None:
     rig = Rig()
-    hold = rig.threads.hold("_allocate")
+    hold = rig.threads.hold("allocate")
     daemon = Daemon(small(directory=folder / "kv"), folder / "d.sock", seams=rig.seams())
     starting = asyncio.ensure_future(daemon.__aenter__())
     await hold.reached()
