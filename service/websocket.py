@@ -22,14 +22,17 @@ _MOST_CONTROL = 125
 
 
 Message = tuple[int, bytes]
-"""A whole message, or a control frame: its kind, `BINARY`, `TEXT`, `CLOSE`, `PING` or `PONG`, and what it says."""
+"""A whole message, or a control frame: its kind, `BINARY`, `TEXT`, `CLOSE`, `PING` or `PONG`, and what it says; or `PART`."""
+PART: Message = (CONTINUED, b"")
+"""A part of a message that is not whole yet, and says nothing by itself."""
 
 
 class Messages:
     """Takes bytes as they come and gives messages: `feed`, then `next` until there is none.
 
     With `masked` every frame has to be masked, as those of a client are, else none may be. A message may be `limit` bytes long.
-    What is kept is never more than one message and what was fed last.
+    What is kept is never more than one message and what was fed last. A part that ends no message is given as `PART`: who takes so
+    many messages in a turn takes no more frames, of which a read may hold tens of thousands.
     """
 
     def __init__(self, *, limit: int, masked: bool) -> None:
@@ -63,51 +66,51 @@ class Messages:
         Raises InvalidFrame for bytes that break the protocol, with the reason to close as its field `code`: nothing that comes
         after them can be understood.
         """
-        while True:
-            buffer, at = self._buffer, self._at
-            have = len(buffer) - at
-            if have < 2:
+        buffer, at = self._buffer, self._at
+        have = len(buffer) - at
+        if have < 2:
+            return None
+        first, size = buffer[at], buffer[at + 1]
+        if first & _RESERVED:
+            raise _broken("a frame of an extension")
+        if size & _MASKED != self._masked:
+            raise _broken("a masked frame" if size & _MASKED else "a frame that is not masked")
+        size &= ~_MASKED
+        start = at + 2
+        if size >= 126:
+            start += 2 if size == 126 else 8
+            if have < start - at:
                 return None
-            first, size = buffer[at], buffer[at + 1]
-            if first & _RESERVED or size & _MASKED != self._masked:
-                raise _broken("a masked frame" if size & _MASKED else "a frame that is not masked, or of an extension")
-            size &= ~_MASKED
-            start = at + 2
-            if size >= 126:
-                start += 2 if size == 126 else 8
-                if have < start - at:
-                    return None
-                size = int.from_bytes(buffer[at + 2 : start], "big")
-            kind = first & 0x0F
-            if kind & _CONTROL and (size > _MOST_CONTROL or not first & _FINAL):
+            size = int.from_bytes(buffer[at + 2 : start], "big")
+        kind = first & 0x0F
+        if kind & _CONTROL:
+            if size > _MOST_CONTROL or not first & _FINAL:
                 raise _broken(f"a control frame of {size} bytes, or in parts")
-            if size + len(self._parts) > self._limit:
-                raise InvalidFrame(f"a message of {size + len(self._parts)} bytes; the limit is {self._limit}", code=TOO_BIG)
-            if self._masked:
-                start += 4
-            end = start + size
-            if len(buffer) < end:
-                return None
-            payload = buffer[start:end] if isinstance(buffer, bytes) else bytes(memoryview(buffer)[start:end])
-            if self._masked and buffer[start - 4 : start] != _NO_MASK:
-                payload = _unmasked(payload, bytes(buffer[start - 4 : start]))
-            self._at = end
-            if first == _FINAL | BINARY and not self._kind:
-                return BINARY, payload
-            if kind in (CLOSE, PING, PONG):
-                return kind, payload
-            whole = self._join(kind, payload, final=bool(first & _FINAL))
-            if whole is not None:
-                return whole
+        elif size + len(self._parts) > self._limit:
+            raise InvalidFrame(f"a message of {size + len(self._parts)} bytes; the limit is {self._limit}", code=TOO_BIG)
+        if self._masked:
+            start += 4
+        end = start + size
+        if len(buffer) < end:
+            return None
+        payload = buffer[start:end] if isinstance(buffer, bytes) else bytes(memoryview(buffer)[start:end])
+        if self._masked and buffer[start - 4 : start] != _NO_MASK:
+            payload = _unmasked(payload, bytes(buffer[start - 4 : start]))
+        self._at = end
+        if first == _FINAL | BINARY and not self._kind:
+            return BINARY, payload
+        if kind in (CLOSE, PING, PONG):
+            return kind, payload
+        return self._join(kind, payload, final=bool(first & _FINAL))
 
-    def _join(self, kind: int, payload: bytes, *, final: bool) -> Message | None:
-        """Take a frame of data; return the message that it ends."""
+    def _join(self, kind: int, payload: bytes, *, final: bool) -> Message:
+        """Take a frame of data; return the message that it ends, or `PART`."""
         if kind not in (CONTINUED, TEXT, BINARY) or (kind == CONTINUED) != (self._kind != CONTINUED):
             raise _broken(f"a frame of kind {kind} where none can be")
         self._parts += payload  # not a list of parts: empty ones would be kept without an end
         self._kind = kind or self._kind
         if not final:
-            return None
+            return PART
         whole = self._kind, bytes(self._parts)
         self._parts.clear()
         self._kind = CONTINUED

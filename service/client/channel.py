@@ -15,7 +15,7 @@ from typing import cast
 from tiercache.errors import InvalidFrame
 from tiercache.service import websocket
 from tiercache.service.client.counts import Counts
-from tiercache.service.websocket import BINARY, CLOSE, PING, PONG, Messages
+from tiercache.service.websocket import BINARY, CLOSE, CONTINUED, PING, PONG, Messages
 
 _MOST_HEADER = 64 * 1024
 
@@ -104,6 +104,12 @@ class Channel(asyncio.Protocol):
         """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)  # one in all but name: uvloop's is no subclass
 
+    def eof_received(self) -> None:
+        """End: no reply can come any more, though what waits to be written may wait for ever."""
+        if self._transport is not None and self._transport.get_write_buffer_size():
+            self._transport.abort()
+        self._finish("the daemon closed the connection")
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Say that this is the end."""
         self._finish("the daemon closed the connection" if exc is None else str(exc))
@@ -130,7 +136,7 @@ class Channel(asyncio.Protocol):
                     self._frame(PONG, payload)
                 elif kind == CLOSE:
                     self.end("the daemon ended the session")
-                elif kind != PONG:
+                elif kind not in (PONG, CONTINUED):
                     self.end(f"a message of kind {kind}")
                 if self._is_over():
                     return

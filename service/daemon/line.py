@@ -62,6 +62,7 @@ class Line(asyncio.Protocol):
         self._code = websocket.NORMAL
         self._deaf = False
         self._dismissed = False
+        self._said = False
         self.full = False
         """Whether what is written now would wait."""
         self.on_overrun: Callable[[], None] = _nothing
@@ -102,18 +103,19 @@ class Line(asyncio.Protocol):
     async def close(self, *, going_away: bool) -> None:
         """Say good-bye, and wait a moment for the answer. What the client does not read by then is dropped."""
         self.finish("closed")
-        if not self._transport.is_closing():
-            code = websocket.GOING_AWAY if going_away else self._code
-            self._frame(CLOSE, code.to_bytes(2, "big"))
-            if self._dismissed:
-                self._transport.close()
-            try:
-                async with asyncio.timeout(_GOOD_BYE):
-                    await self._gone.wait()
-            except TimeoutError:
-                pass
-            finally:
-                self._transport.abort()
+        code = websocket.GOING_AWAY if going_away else self._code
+        self._frame(CLOSE, code.to_bytes(2, "big"))
+        self._said = True
+        if self._dismissed:
+            self._transport.close()
+        try:
+            async with asyncio.timeout(_GOOD_BYE):
+                await self._gone.wait()
+        except TimeoutError:
+            pass
+        finally:
+            # Also where it closes itself, after the client's end of file: that waits until the client has read everything.
+            self._transport.abort()
 
     # --- for the outbox ---------------------------------------------------------------------------------------------------
 
@@ -221,7 +223,7 @@ class Line(asyncio.Protocol):
     def _dismiss(self) -> None:
         """The client has said good-bye, first or in answer to ours."""
         self._deaf = self._dismissed = True
-        if self._over.done():
+        if self._said:
             self._transport.close()
         self.finish("closed")
 

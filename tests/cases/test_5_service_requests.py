@@ -136,6 +136,7 @@ GOOD: dict[type[wire.Request], dict[str, Any]] = {
 INTEGERS = {"-1", "2^31", "2^32+5", "2^63"}
 FITTING = {
     ("match", "request"): {"text", "null"},
+    ("match", "in_place"): {"true"},
     ("reserve", "after"): {"null"},
     ("match", "in_place"): {"true"},
     ("reserve", "tier"): {"null"},

@@ -13,6 +13,7 @@ from tiercache.service.websocket import (
     BINARY,
     CLOSE,
     CONTINUED,
+    PART,
     PING,
     PONG,
     PROTOCOL_ERROR,
@@ -73,7 +74,8 @@ def heard(messages: Messages, pieces: Iterator[bytes]) -> list[tuple[int, bytes]
     for piece in pieces:
         messages.feed(piece)
         while (message := messages.next()) is not None:
-            found.append(message)
+            if message is not PART:
+                found.append(message)
     return found
 
 
@@ -158,13 +160,18 @@ def test_what_breaks_the_rules_is_told(name: str) -> None:
 
 
 def test_empty_parts_are_not_kept() -> None:
-    """However many there are of them."""
+    """However many there are of them; each is given by itself, so that who takes them can stop after some."""
     messages = Messages(limit=LIMIT, masked=True)
-    messages.feed(written(BINARY, b"a", MASK))
-    for _ in range(1000):
-        messages.feed(written(CONTINUED, b"", MASK))
-        assert messages.next() is None
-    messages.feed(written(0x80, b"b", MASK))
+    messages.feed(written(BINARY, b"a", MASK) + written(CONTINUED, b"", MASK) * 1000 + written(0x80, b"b", MASK))
 
+    assert [messages.next() for _ in range(1001)] == [PART] * 1001
     assert messages.next() == (BINARY, b"ab")
     assert len(messages._parts) == 0
+
+
+def test_a_ping_within_the_longest_message_is_no_part_of_it() -> None:
+    """The limit is of the message; a control frame between its parts has its own."""
+    messages = Messages(limit=LIMIT, masked=True)
+    stream = written(BINARY, bytes(LIMIT), MASK) + written(0x80 | PING, b"there?", MASK) + written(0x80, b"", MASK)
+
+    assert heard(messages, iter([stream])) == [(PING, b"there?"), (BINARY, bytes(LIMIT))]

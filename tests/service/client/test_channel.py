@@ -159,3 +159,25 @@ async def test_another_answer_is_no_session(short_path: Path, answer: bytes) -> 
     async with served(short_path / "s", serve), opened(short_path / "s") as (channel, _, _):
         with pytest.raises(ConnectionError):
             await channel.shake_hands("/x")
+
+
+async def test_an_end_of_file_is_the_end_though_something_waits_to_be_written(short_path: Path) -> None:
+    """The daemon reads nothing any more and keeps the socket: no reply can come, and nothing has to be waited for."""
+    over = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(handshake(await reader.readuntil(b"\r\n\r\n")))
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write_eof()
+        await over.wait()
+
+    async with served(short_path / "s", serve), opened(short_path / "s") as (channel, _, ends):
+        try:
+            await channel.shake_hands("/x")
+            while not channel.queued:
+                channel.send(bytes(LIMIT))
+            async with asyncio.timeout(20):
+                assert await ends.get() == "the daemon closed the connection"
+                await channel.close()
+        finally:
+            over.set()

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.service.caches import small
+from tests.service.client.fake import until
 from tests.service.daemon.raw import PATIENCE, daemon_of, session_at
 from tests.service.test_websocket import written
 from tiercache.config import Limits
 from tiercache.service import websocket, wire
+from tiercache.service.daemon.line import Line
 from tiercache.service.websocket import BINARY, CLOSE, PING, PONG, TEXT, Messages
 
 KEY = base64.b64encode(bytes(16)).decode()
@@ -200,3 +202,48 @@ async def test_pings_that_nobody_reads_cost_nothing(folder: Path) -> None:
             last = int(message[1])
 
         assert last == 5999 and message is not None and wire.answers.decode(message[1]) == wire.Done(2)
+
+
+async def test_a_client_that_ends_its_half_and_reads_nothing_is_let_go(folder: Path) -> None:
+    """What waits for it is dropped: its connection would be kept for as long as it pleases."""
+    async with daemon_of(folder) as daemon, plain(daemon.path) as (line, _):
+        line.writer.write(hello(1))
+        assert isinstance(await line.reply(), wire.Welcome)
+        line.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        [handler] = daemon._runners[0].server.connections  # type: ignore[union-attr]
+        transport = handler.transport
+        assert transport is not None
+        while not transport.get_write_buffer_size():
+            line.writer.write(websocket.frame(PING, b"%0125d" % 0, masked=True) * 100)
+            await line.writer.drain()
+        line.writer.write_eof()
+
+        await until(lambda: not daemon._runners[0].server.connections)  # type: ignore[union-attr]
+        assert not daemon.house.sessions
+
+
+async def test_a_good_bye_to_a_session_that_ends_is_answered(folder: Path) -> None:
+    """Also where it came in one piece with what the session ends for."""
+    async with daemon_of(folder) as daemon, plain(daemon.path) as (line, _):
+        line.writer.write(said(1, b"mask", version=99) + written(0x80 | CLOSE, b"\x03\xe8", b"mask"))
+        refusal = await line.reply()
+
+        assert isinstance(refusal, wire.Failed) and refusal.kind == "VersionMismatch"
+        assert await line.message() == (CLOSE, b"\x03\xe8")
+        assert await line.message() is None
+
+
+async def test_parts_without_an_end_let_others_have_their_turn(folder: Path) -> None:
+    """Tens of thousands of empty ones fit into one read, and are no message."""
+    async with daemon_of(folder) as daemon, plain(daemon.path) as (line, _), session_at(daemon.path) as raw:
+        line.writer.write(hello(1))
+        assert isinstance(await line.reply(), wire.Welcome)
+        line.writer.write(written(BINARY, b"", b"mask") + written(0, b"", b"mask") * 40_000)
+        await raw.call(wire.Done, wire.Renew)
+        handlers = daemon._runners[0].server.connections  # type: ignore[union-attr]
+        lines = [handler.transport.get_protocol() for handler in handlers if handler.transport is not None]
+        assert any(one._messages.pending for one in lines if isinstance(one, Line))
+        request = wire.encoder.encode(wire.Renew(id=2))
+        line.writer.write(written(0x80, request, b"mask"))
+
+        assert await line.reply() == wire.Done(2)
