@@ -301,7 +301,7 @@ class Stack:
                     await self._workers.run(Lane.WRITE, self._leave_order, self._disk)
             except (StoreError, TimeoutError) as error:
                 log.warning("the order of use was not written down: %s", str(error))
-        await self._leave_device(idle=idle and not self.mover.busy)
+        await self._leave_device(idle=idle and not self.mover.busy and self.troubles.death is None)
         for store in self.stores:
             if store is not self._disk and (self.bus is None or store is not self.bus.arena):
                 store.close()
@@ -329,8 +329,9 @@ class Stack:
             return
         try:
             await self._workers.run(Lane.COPY, self.bus.close)
-        except WorkerDied:  # who owns the memory does it again, before it gives that back
+        except WorkerDied:
             log.warning("the thread died that was to unpin memory")
+            self.bus.close()
 
     def _leave_order(self, disk: SsdStore) -> None:
         position = len(self.stores) - 1
