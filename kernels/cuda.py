@@ -414,7 +414,8 @@ def _copies() -> Iterator[None]:
     try:
         yield
     except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, cupy.cuda.memory.OutOfMemoryError) as error:
-        raise StoreError(f"the device failed: {error}") from error  # the last: for the list of slots that a kernel is given
+        # The last: for the list of slots that a kernel is given.
+        raise StoreError(f"the device failed: {error}", device=True) from error
 
 
 @contextmanager

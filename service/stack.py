@@ -41,7 +41,7 @@ from tiercache.storage.slots import SlotPool
 from tiercache.storage.ssd import SsdStore
 from tiercache.storage.ssd_values import LmdbValues
 from tiercache.storage.traffic import Traffic
-from tiercache.storage.troubles import Troubles
+from tiercache.storage.troubles import COPY, Troubles
 from tiercache.storage.workers import Lane, ThreadWorkers, Workers
 from tiercache.table import NOWHERE, rows
 from tiercache.transfer import Discard, Transfer, Work
@@ -437,6 +437,12 @@ class Stack:
         self.cache.stats.failed("checksum")
         self.cache.distrust(lease, block)
         self.sweep_waste()
+
+    def failed(self, error: StoreError) -> None:
+        """Count a copy of a reader or a writer that failed, and note it where it was the device that did."""
+        self.cache.stats.failed(type(error).__name__)
+        if error.fields.get("device"):
+            self.troubles.failed(0, COPY, error)
 
     async def forgotten(self) -> None:
         """Wait until what has left the tree has left the durable tier, too, also where a copy was in flight.

@@ -23,8 +23,8 @@ class Pinning:
     A device that refuses a chunk gets back those before it: half an arena pinned would make some blocks fast and others not, and
     keep from others what they could pin whole. Then the memory stays pageable, copies take a detour, and `refused` says why.
 
-    A chunk is also a whole number of pages, where one of that size can be: what a driver pins is pages, and one that two calls share
-    it may refuse the second.
+    A chunk is also a whole number of pages, where one of that size can be: what a driver pins is pages, and it may refuse one that
+    it has pinned already.
 
     `readonly` is for memory that this process has mapped so; not every card pins that.
     """

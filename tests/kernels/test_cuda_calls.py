@@ -13,7 +13,7 @@ from tiercache.errors import MemoryRefused, StoreError
 if TYPE_CHECKING:
     from tiercache.kernels.cuda import CudaDevice
 
-pytest.importorskip("cupy", reason="CuPy is not installed")
+cupy: Any = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 
 class Driver:
@@ -37,11 +37,9 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Two devices, 0 current in each thread, and kernels that compile."""
-    from tiercache.kernels import cuda
-
     made = Driver()
-    monkeypatch.setattr(cuda.cupy.cuda.runtime, "getDevice", made.get)
-    monkeypatch.setattr(cuda.cupy.cuda.runtime, "setDevice", made.set)
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", made.get)
+    monkeypatch.setattr(cupy.cuda.runtime, "setDevice", made.set)
 
     class Module:
         def __init__(self, **given: object) -> None:
@@ -50,7 +48,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         def get_function(self, name: str) -> Callable[..., None]:
             return lambda *args: None
 
-    monkeypatch.setattr(cuda.cupy, "RawModule", Module)
+    monkeypatch.setattr(cupy, "RawModule", Module)
     return made
 
 
@@ -88,16 +86,12 @@ def test_each_thread_comes_back_to_the_device_that_it_came_from(driver: Driver) 
 @pytest.mark.parametrize("told", [b"abc", b"", b"sixteen bytes ex", b"sixteen bytes exand what lies behind"])
 def test_a_uuid_has_sixteen_bytes(driver: Driver, monkeypatch: pytest.MonkeyPatch, told: bytes) -> None:
     """Also one in which a byte is 0, where CuPy ends it."""
-    from tiercache.kernels import cuda
-
-    monkeypatch.setattr(cuda.cupy.cuda.runtime, "getDeviceProperties", lambda number: {"uuid": told})
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda number: {"uuid": told})
     assert opened(0).uuid == told[:16].ljust(16, b"\0")
 
 
 def test_what_the_driver_refuses_at_the_start_is_said(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A context that can't be had, and a compiler that is not there."""
-    from tiercache.kernels import cuda
-
     driver.error = RuntimeError("no room for a context")
     with pytest.raises(MemoryRefused, match="no room for a context"):
         opened(1)
@@ -106,7 +100,7 @@ def test_what_the_driver_refuses_at_the_start_is_said(driver: Driver, monkeypatc
     def missing(**given: object) -> Any:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(cuda.cupy, "RawModule", missing)
+    monkeypatch.setattr(cupy, "RawModule", missing)
     with pytest.raises(MemoryRefused, match="no compiler"):
         opened(0)
 
@@ -116,14 +110,12 @@ def test_no_room_for_a_list_of_slots_is_a_failed_copy() -> None:
     from tiercache.kernels import cuda
 
     with pytest.raises(StoreError), cuda._copies():
-        raise cuda.cupy.cuda.memory.OutOfMemoryError(1, 2)
+        raise cupy.cuda.memory.OutOfMemoryError(1, 2)
 
 
 def test_the_calls_are_those_that_cupy_has() -> None:
     """Names and order of what they take."""
-    from tiercache.kernels import cuda
-
-    runtime = cuda.cupy.cuda.runtime
+    runtime = cupy.cuda.runtime
     told = {
         runtime.memcpyAsync: "dst, size_t size, int kind, intptr_t stream",
         runtime.memcpy2DAsync: "dst, size_t dpitch, intptr_t src, size_t spitch, size_t width, size_t height, MemoryKind kind",

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from pathlib import Path
 
 import pytest
 
-from tests.service.caches import SIZE, SPACE, SPEC, opened_kv, prompt, read, small, stack_of, store
+from tests.service.ailing import ailments
+from tests.service.caches import SIZE, SPACE, SPEC, lower, opened_kv, prompt, read, small, stack_of, store, tensor_of
 from tests.service.test_device_tier import Card, on_device, some_turns, until
 from tiercache.errors import Closed, LeaseReleased, MemoryRefused
 from tiercache.kernels.host import Bytes
 from tiercache.kernels.lazy import LazyStream
+from tiercache.service.health import Code
 from tiercache.service.inprocess import TierCache
+from tiercache.types import Tier
 
 pytestmark = pytest.mark.usefixtures("kept")
 
@@ -137,3 +141,51 @@ async def test_a_device_that_can_not_unpin_does_not_keep_the_cache_from_closing(
     gc.collect()
 
     assert card.registered and card.allocated
+
+
+async def test_a_device_that_fails_every_copy_is_told_and_left_alone(seed: int) -> None:
+    """An insert that needs room waits for no copy that can't be, health says why, and both end with the failure."""
+    card, rig = on_device(seed)
+    async with opened_kv(small(device="cuda:0", ssd=None, hbm=8, dram=8, admit_ms=60_000, promote_ms=60_000), rig) as (cache, kv):
+        for number in range(2):
+            await store(kv, prompt(seed + number, 4))
+        stack = stack_of(cache)
+        stack.mover._retry = 3600.0
+        card.fails_after = card.enqueued
+        outcome = await kv.insert(prompt(seed + 2, 4), tensor_of(prompt(seed + 2, 4)))
+        assert outcome.refused == 4 * SIZE and 0 < card.enqueued - card.fails_after < 20
+        found = await ailments(cache)
+        assert set(found) == {Code.DEVICE_FAILING} and "the device takes no more work" in found[Code.DEVICE_FAILING].message
+        before = card.enqueued
+        async with kv.match(prompt(seed + 1, 4)) as hit:
+            await hit.ready()
+            await hit.gather()
+        await cache.settle()
+        assert card.enqueued - before < 20
+
+        card.fails_after = None
+        stack.mover._moves.failing.clear()
+        await store(kv, prompt(seed + 3, 4))
+        await lower(cache, Tier.HBM)
+        assert await ailments(cache) == {}
+        await cache.check()
+
+
+@pytest.mark.parametrize("way", ["down", "up"])
+async def test_a_device_that_fails_is_not_taken_for_a_disk_that_does(seed: int, tmp_path: Path, way: str) -> None:
+    """Between the device and SSD without DRAM, out of it and into it."""
+    card, rig = on_device(seed)
+    async with opened_kv(small(device="cuda:0", dram=None, directory=tmp_path / "kv"), rig) as (cache, kv):
+        await store(kv, prompt(seed, 4))
+        if way == "up":
+            assert await kv.flush(prompt(seed, 4)) == 4 * SIZE
+            await lower(cache, Tier.HBM)
+        card.fails_after = card.enqueued
+        if way == "up":
+            async with kv.match(prompt(seed, 4)) as hit:
+                assert await hit.ready() == 0
+        else:
+            assert await kv.flush(prompt(seed, 4)) == 0
+        found = await ailments(cache)
+        assert set(found) == {Code.DEVICE_FAILING}
+        card.fails_after = None
