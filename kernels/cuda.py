@@ -1,6 +1,6 @@
 """A CUDA device by way of CuPy: the one file that imports it.
 
-Kernels are compiled when the first one is launched, once a device; CuPy keeps what was compiled on disk. What the driver refuses
+Kernels are compiled when a device is opened; CuPy keeps what was compiled on disk. What the driver refuses
 is translated: MemoryRefused where memory was asked for, StoreError for copies and kernels. CuPy clears the error that a failed
 call leaves pending, so that the next call is not blamed for it.
 
@@ -21,7 +21,7 @@ import numpy as np
 from tiercache.errors import InvalidTensor, MemoryRefused, StoreError
 from tiercache.kernels.device import LEAST_EXPORT, Event, Memory, Pool, require_fork, rows_of
 from tiercache.kernels.host import Bytes
-from tiercache.kernels.launch import OPTIONS, SOURCE, plan
+from tiercache.kernels.launch import NAMES, OPTIONS, SOURCE, plan
 from tiercache.kernels.rotation import Loan, Rotation
 
 _TO_HOST, _TO_DEVICE, _WITHIN = 2, 1, 3
@@ -54,16 +54,21 @@ class BorrowedMemory:
 class OpenedMemory:
     """Memory that another process exported, in place. Closed when nobody here holds it, an `array` on it included."""
 
-    def __init__(self, handle: bytes, size: int) -> None:
+    def __init__(self, device: CudaDevice, handle: bytes, size: int) -> None:
         self.address = int(cupy.cuda.runtime.ipcOpenMemHandle(handle))
         self.size = size
-        self._closing = weakref.finalize(self, cupy.cuda.runtime.ipcCloseMemHandle, self.address)
+        self._closing = weakref.finalize(self, _close_opened, device, self.address)
         self._closing.atexit = False  # the driver does it, and may be gone by then
 
     def close(self) -> None:
         """Close it now: no array on it, and no copy under way, may be used any more. May be called twice."""
         with _memory("closing a handle"):
             self._closing()
+
+
+def _close_opened(device: CudaDevice, address: int) -> None:
+    with device.current():  # whoever held it last may be any thread
+        cupy.cuda.runtime.ipcCloseMemHandle(address)
 
 
 class CudaEvent:
@@ -116,7 +121,7 @@ class CudaSharedEvent:
 
     def record(self, stream: CudaStream) -> None:
         """Let it happen when all that is enqueued on `stream` now has happened."""
-        with _copies():
+        with _copies(), stream.device.current():  # the default stream is that of the current device
             cupy.cuda.runtime.eventRecord(self.pointer, stream.pointer)
 
     def wait(self) -> None:
@@ -129,8 +134,8 @@ class CudaStream:
     """A stream that does not wait for the legacy default stream, or one that another library has made, by its pointer."""
 
     def __init__(self, device: CudaDevice, pointer: int | None = None) -> None:
-        self._device = device
-        with device.current():
+        self.device = device
+        with _memory("a stream"), device.current():
             if pointer is None:
                 self._stream = cupy.cuda.Stream(non_blocking=True)
             else:
@@ -158,20 +163,20 @@ class CudaStream:
         require_fork(pool, origins, targets)
         address = _address(pool.memory)
         how = plan(unit_bytes=pool.unit_bytes, planes=pool.planes, pool_slots=pool.slots, slots=origins, addresses=[address])
-        with self._device.current(), self._stream, _copies():
+        with _copies(), self.device.current(), self._stream:
             numbers = (np.uint32(how.rows), np.uint32(pool.planes), np.uint32(pool.slots), np.uint32(how.vectors))
-            call = self._device.kernel(f"copy_{how.width}")
+            call = self.device.kernel(f"copy_{how.width}")
             call((how.grid,), how.block, (address, self._index(origins), self._index(targets), *numbers))
 
     def _launch(self, name: str, pool: Pool, slots: Sequence[int], source: int, target: int, *, first: int, planes: int) -> None:
         how = plan(unit_bytes=pool.unit_bytes, planes=planes, pool_slots=pool.slots, slots=slots, addresses=[source, target])
-        with self._device.current(), self._stream, _copies():
+        with _copies(), self.device.current(), self._stream:
             numbers = (np.uint32(how.rows), np.uint32(planes), np.uint32(first), np.uint32(pool.slots), np.uint32(how.vectors))
-            self._device.kernel(f"{name}_{how.width}")((how.grid,), how.block, (source, self._index(slots), target, *numbers))
+            self.device.kernel(f"{name}_{how.width}")((how.grid,), how.block, (source, self._index(slots), target, *numbers))
 
     def launch(self, kernel: Any, grid: int, block: tuple[int, ...], *arguments: Any) -> None:
         """Launch a kernel that is not the product's (`CudaDevice.program`). Lists of slots go to the device first."""
-        with self._device.current(), self._stream, _copies():
+        with _copies(), self.device.current(), self._stream:
             kernel((grid,), block, tuple(self._index(one) if isinstance(one, list) else one for one in arguments))
 
     @staticmethod
@@ -202,7 +207,7 @@ class CudaStream:
 
     def _cross(self, to: int, to_distance: int, source: int, distance: int, length: int, count: int, way: int) -> None:
         """Have the copy engine copy `count` rows of `length` bytes."""
-        with self._device.current(), _copies():
+        with _copies(), self.device.current():
             if count == 1:
                 cupy.cuda.runtime.memcpyAsync(to, source, length, way, self.pointer)
             else:
@@ -210,12 +215,12 @@ class CudaStream:
 
     def record(self) -> CudaEvent:
         """Record an event."""
-        with self._device.current(), _copies():
-            return CudaEvent(self._device.events.lend(), self._stream)
+        with _copies(), self.device.current():
+            return CudaEvent(self.device.events.lend(), self._stream)
 
     def mark(self) -> Any:
         """Record an event that knows the time (`CudaDevice.seconds`)."""
-        with self._device.current(), _copies():
+        with _copies(), self.device.current():
             event = cupy.cuda.Event(block=True)
             event.record(self._stream)
             return event
@@ -223,19 +228,19 @@ class CudaStream:
     def wait(self, event: Event) -> None:
         """Let the stream wait for an event of this device; the caller does not."""
         assert isinstance(event, CudaEvent | CudaSharedEvent)
-        with self._device.current(), _copies():
+        with _copies(), self.device.current():
             cupy.cuda.runtime.streamWaitEvent(self.pointer, event.pointer)
 
 
 class CudaDevice:
-    """One CUDA device by its number."""
+    """One CUDA device by its number. Its kernels are compiled at once. Raises MemoryRefused where the driver refuses them."""
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
-        self._device = cupy.cuda.Device(number)
         self.events: Rotation[Any] = Rotation(lambda: cupy.cuda.Event(block=True, disable_timing=True))
-        self._module = cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=OPTIONS)
-        self._kernels: dict[str, Any] = {}
+        with _kernels(), self.current():
+            module = cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=OPTIONS)
+            self._kernels = {name: module.get_function(name) for name in NAMES}
 
     @property
     def name(self) -> str:
@@ -249,41 +254,53 @@ class CudaDevice:
 
     @property
     def uuid(self) -> bytes:
-        """What the driver says."""
-        return bytes(cupy.cuda.runtime.getDeviceProperties(self.number)["uuid"])[:16]
+        """What the driver says. CuPy reads it as text, which ends at a byte of 0, or behind it: none of 16 bytes is."""
+        return bytes(cupy.cuda.runtime.getDeviceProperties(self.number)["uuid"])[:16].ljust(16, b"\0")
 
-    def current(self) -> Any:
-        """Return the context in which calls go to this device."""
-        return self._device
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Let the calling thread's calls go to this device for the length of a block.
+
+        (An object of `cupy.cuda.Device` keeps in one list which device each thread came from: it can't be shared by threads.)
+        """
+        before = cupy.cuda.runtime.getDevice()
+        if before == self.number:
+            yield
+            return
+        cupy.cuda.runtime.setDevice(self.number)
+        try:
+            yield
+        finally:
+            cupy.cuda.runtime.setDevice(before)
 
     def kernel(self, name: str) -> Any:
-        """Return a kernel of `blocks.cu`; all are compiled when the first is asked for."""
-        found = self._kernels.get(name)
-        if found is None:
-            found = self._kernels[name] = self._module.get_function(name)
-        return found
+        """Return a kernel of `blocks.cu`."""
+        return self._kernels[name]
 
     def allocate(self, size: int) -> CudaMemory:
         """Return device memory. Raises MemoryRefused."""
-        with self.current(), _memory(f"{size} bytes of device memory"):
+        with _memory(f"{size} bytes of device memory"), self.current():
             return CudaMemory(size)
 
     def pinned(self, *shape: int) -> Bytes:
-        """Return pinned host memory. Raises MemoryRefused."""
+        """Return pinned host memory. Raises MemoryRefused.
+
+        Not of CuPy's pool, which makes powers of two of sizes, and gives nothing back.
+        """
         size = int(np.prod(shape))
-        with self.current(), _memory(f"{size} bytes of pinned memory"):
-            memory = cupy.cuda.alloc_pinned_memory(size)
+        with _memory(f"{size} bytes of pinned memory"), self.current():
+            memory = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(size), 0)
         return np.frombuffer(memory, np.uint8, size).reshape(shape)
 
     def register(self, memory: Bytes, *, readonly: bool = False) -> None:
         """Pin host memory where it lies. Raises MemoryRefused, also where the card can't pin what this process may only read."""
         flags = _PORTABLE | (_READ_ONLY if readonly else 0)
-        with self.current(), _memory(f"pinning {memory.nbytes} bytes"):
+        with _memory(f"pinning {memory.nbytes} bytes"), self.current():
             cupy.cuda.runtime.hostRegister(_host(memory), memory.nbytes, flags)
 
     def unregister(self, memory: Bytes) -> None:
         """Undo `register`."""
-        with self.current(), _memory("unpinning"):
+        with _memory("unpinning"), self.current():
             cupy.cuda.runtime.hostUnregister(_host(memory))
 
     def stream(self) -> CudaStream:
@@ -292,7 +309,7 @@ class CudaDevice:
 
     def event(self, handle: bytes | None = None) -> CudaSharedEvent:
         """Return a new event that can be handed to another process, or the one that another handed over. Raises StoreError."""
-        with self.current(), _copies():
+        with _copies(), self.current():
             return CudaSharedEvent.new() if handle is None else CudaSharedEvent.opened(handle)
 
     def adopt(self, pointer: int) -> CudaStream:
@@ -322,19 +339,19 @@ class CudaDevice:
         """Return the driver's handle of memory of its own allocation. Raises InvalidTensor for less than 2 MiB."""
         if memory.size < LEAST_EXPORT or not isinstance(memory, CudaMemory):
             raise InvalidTensor(f"{memory.size} bytes are no memory of their own: less than {LEAST_EXPORT} can't be exported")
-        with self.current(), _memory("a handle"):
+        with _memory("a handle"), self.current():
             return bytes(cupy.cuda.runtime.ipcGetMemHandle(memory.address))
 
     def open(self, handle: bytes, size: int) -> OpenedMemory:
         """Return another process's memory. Raises MemoryRefused: its owner has freed it, or is this process."""
-        with self.current(), _memory("opening a handle"):
-            return OpenedMemory(handle, size)
+        with _memory("opening a handle"), self.current():
+            return OpenedMemory(self, handle, size)
 
     # --- for who measures -------------------------------------------------------------------------------------------------
 
     def program(self, source: str, name: str) -> Any:
         """Return a kernel of another source, compiled."""
-        with self.current(), _copies():
+        with _copies(), self.current():
             return cupy.RawModule(code=source, options=OPTIONS).get_function(name)
 
     def seconds(self, start: Any, end: Any) -> float:
@@ -396,5 +413,14 @@ def _memory(what: str) -> Iterator[None]:
 def _copies() -> Iterator[None]:
     try:
         yield
-    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
-        raise StoreError(f"the device failed: {error}") from error
+    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, cupy.cuda.memory.OutOfMemoryError) as error:
+        # The last: for the list of slots that a kernel is given.
+        raise StoreError(f"the device failed: {error}", device=True) from error
+
+
+@contextmanager
+def _kernels() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, cupy.cuda.compiler.CompileException) as error:  # CUDA's errors, and a compiler that is not there
+        raise MemoryRefused(f"kernels refused by the device: {error}") from error

@@ -1,7 +1,8 @@
 """What a device can do, as the storage layer asks for it: memory, copies on streams, events between them.
 
 Every copy is *enqueued*: the call returns at once, and the copy reads its source and writes its destination when the stream
-comes to it. Until an event that was recorded after it has happened, both belong to the copy. Copies of one stream happen in the
+comes to it. Until an event that was recorded after it has happened, both belong to the copy. A
+StoreError of a device has the field `device`, which tells it from those of a disk. Copies of one stream happen in the
 order in which they were enqueued; between two streams there is no order but by `Stream.wait`.
 
 The device's pool is layer-first, `[planes, slots, unit_bytes]`, as attention kernels want it. What crosses the bus is block-first

@@ -183,7 +183,7 @@ class LazyStream:
         with self._device.turn:
             self._device.enqueued += 1
         if self._device.fails_after is not None and self._device.enqueued > self._device.fails_after:
-            raise StoreError("the device takes no more work")
+            raise StoreError("the device takes no more work", device=True)
         with self._device.turn:
             self.work.append(_Work(copy, needs=needs))
 
@@ -343,9 +343,9 @@ class LazyDevice:
             while not event.happened and not self.held and self.step():
                 pass
             if not self._happened.wait_for(lambda: event.happened, PATIENCE):
-                raise StoreError("an event that never happens was waited for")
+                raise StoreError("an event that never happens was waited for", device=True)
             if self._broken is not None:
-                raise StoreError(self._broken)
+                raise StoreError(self._broken, device=True)
 
     def _can_go_on(self, stream: LazyStream) -> bool:
         return bool(stream.work) and (stream.work[0].after is None or stream.work[0].after.happened)

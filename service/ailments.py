@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tiercache.service.lateness import LAG_SECONDS, TOLD_SECONDS
 from tiercache.service.stack import BATCHES, Stack
 from tiercache.sizes import format_size, parse_size
-from tiercache.storage.troubles import Trouble
+from tiercache.storage.troubles import COPY, Trouble
 from tiercache.storage.workers import Lane
 from tiercache.types import Tier
 
@@ -43,6 +43,7 @@ class Code(enum.StrEnum):
     DISK_SLOW = "disk_slow"
     DISK_FAILING = "disk_failing"
     MAP_FULL = "map_full"
+    DEVICE_FAILING = "device_failing"
     SSD_UNAVAILABLE = "ssd_unavailable"
     DATA_SET_ASIDE = "data_set_aside"
     RECONCILE_FAILED = "reconcile_failed"
@@ -133,7 +134,9 @@ def _late_loop(cache: TierCache, now: float) -> Iterator[Sign]:
 
 def _refusals(cache: TierCache, now: float) -> Iterator[Sign]:
     for stack in cache.stacks:
-        for (position, _), trouble in stack.troubles.rows.items():
+        for (position, act), trouble in stack.troubles.rows.items():
+            if act == COPY:
+                continue
             tier = stack.cache.tiers[position]
             code = Code.DISK_FAILING if trouble.full is None else _FULL_CODES.get(trouble.full, Code.DISK_FULL)
             where = f"{stack.geometry.block_bytes}/{position}/{trouble.act}"
@@ -141,7 +144,8 @@ def _refusals(cache: TierCache, now: float) -> Iterator[Sign]:
 
 
 def _refusal(tier: str, trouble: Trouble, now: float) -> str:
-    failed = f"a {trouble.act} failed" if trouble.count == 1 else f"{trouble.count} {trouble.act}s in a row failed, the last"
+    many = "copies" if trouble.act == COPY else f"{trouble.act}s"
+    failed = f"a {trouble.act} failed" if trouble.count == 1 else f"{trouble.count} {many} in a row failed, the last"
     text = f"{tier}: {failed} {now - trouble.last:.0f} s ago, {trouble.error}: {trouble.text}"
     if trouble.next_try is None:
         return text
@@ -190,6 +194,16 @@ def _unreconciled(cache: TierCache, now: float) -> Iterator[Sign]:
 
 
 # --- the device ------------------------------------------------------------------------------------------------------------
+
+
+def _failing_device(cache: TierCache, now: float) -> Iterator[Sign]:
+    for stack in cache.stacks:
+        trouble = stack.troubles.rows.get((0, COPY))
+        # A reader's copy that succeeds is not noted, so a failure can't stand until the next success alone.
+        if trouble is not None and now - trouble.last < TOLD_SECONDS:
+            text = f"{_refusal(str(stack.cache.tiers[0]), trouble, now)}; told for {TOLD_SECONDS:.0f} s"
+            where = str(stack.geometry.block_bytes)
+            yield Sign(code=Code.DEVICE_FAILING, message=text, where=where, since=trouble.since)
 
 
 def _pageable(cache: TierCache, now: float) -> Iterator[Sign]:
@@ -245,6 +259,7 @@ CHECKS: tuple[Callable[[TierCache, float], Iterator[Sign]], ...] = (
     _unreconciled,
     _slow_calls,
     _dead_workers,
+    _failing_device,
     _pageable,
     _dead_moves,
     _apart,

@@ -223,7 +223,7 @@ class Hit:
 
     def _nothing(self, error: StoreError) -> int:
         """Make this hit one of no tokens, and return that: a thread died, or a device fails, and left what is not to be trusted."""
-        self._desk.stack.cache.stats.failed(type(error).__name__)
+        self._desk.stack.failed(error)
         self._tokens = 0
         return 0
 

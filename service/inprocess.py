@@ -134,6 +134,9 @@ class TierCache:
         finally:
             closers.close()
             workers.close()
+            for stack in self._stacks.values():
+                if stack.bus is not None:
+                    stack.bus.abandon()  # of a stack that did not come to its end nobody knows what is still copied
             self._tiers.free()
 
     # --- the face ---------------------------------------------------------------------------------------------------------
@@ -181,8 +184,14 @@ class TierCache:
                     self._taken.pop(spec.block_bytes, None)
                     raise
                 size, of = spec.block_size, spec.geometry
-                stack = Stack(self.config, of, size, made.stores, workers, self._seams, made.generations, bus=made.bus)
-                await stack.begin()
+                try:
+                    stack = Stack(self.config, of, size, made.stores, workers, self._seams, made.generations, bus=made.bus)
+                    await stack.begin()
+                except BaseException:
+                    self._taken.pop(spec.block_bytes, None)
+                    if made.bus is not None:
+                        made.bus.close()  # else its memory could not be pinned for who opens it again
+                    raise
                 self._stacks[spec.geometry] = stack
                 self._sessions[spec.geometry] = stack.cache.begin_session()
             self._specs.setdefault(space, set()).add(spec)

@@ -179,7 +179,7 @@ class LocalKV:
             try:
                 sums = await source.into(places, room.present - first)
             except StoreError as error:  # a thread died, or a device fails: what it was to store is refused
-                self._desk.stack.cache.stats.failed(type(error).__name__)
+                self._desk.stack.failed(error)
                 return 0
             return self._desk.commit(room, len(room.blocks), sums)
         finally:

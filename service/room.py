@@ -108,7 +108,7 @@ class Room:
             try:
                 sums = await self._seal(places) if places else []
             except StoreError as error:  # nothing of this call is cached; it can be asked for again
-                self._desk.stack.cache.stats.failed(type(error).__name__)
+                self._desk.stack.failed(error)
                 return first
             done = self._desk.commit(self._live(), max(end, reservation.committed), sums)
             return (reservation.present + done) * size

@@ -44,7 +44,7 @@ from tiercache.storage.slots import SlotPool
 from tiercache.storage.ssd import SsdStore
 from tiercache.storage.ssd_values import LmdbValues
 from tiercache.storage.traffic import Traffic
-from tiercache.storage.troubles import Troubles
+from tiercache.storage.troubles import COPY, Troubles
 from tiercache.storage.workers import Lane, ThreadWorkers, Workers
 from tiercache.table import NOWHERE, rows
 from tiercache.transfer import Discard, Transfer, Work
@@ -309,7 +309,7 @@ class Stack:
                     await self._workers.run(Lane.WRITE, self._leave_order, self._disk)
             except (StoreError, TimeoutError) as error:
                 log.warning("the order of use was not written down: %s", str(error))
-        await self._leave_device(idle=idle and not self.mover.busy)
+        await self._leave_device(idle=idle and not self.mover.busy and self.troubles.death is None)
         for store in self.stores:
             if store is not self._disk and (self.bus is None or store is not self.bus.arena):
                 store.close()
@@ -337,8 +337,9 @@ class Stack:
             return
         try:
             await self._workers.run(Lane.COPY, self.bus.close)
-        except WorkerDied:  # who owns the memory does it again, before it gives that back
+        except WorkerDied:
             log.warning("the thread died that was to unpin memory")
+            self.bus.close()
 
     def _leave_order(self, disk: SsdStore) -> None:
         position = len(self.stores) - 1
@@ -456,6 +457,12 @@ class Stack:
         self.cache.stats.failed("checksum")
         self.cache.distrust(lease, block)
         self.sweep_waste()
+
+    def failed(self, error: StoreError) -> None:
+        """Count a copy of a reader or a writer that failed, and note it where it was the device that did."""
+        self.cache.stats.failed(type(error).__name__)
+        if error.fields.get("device"):
+            self.troubles.failed(0, COPY, error)
 
     async def forgotten(self) -> None:
         """Wait until what has left the tree has left the durable tier, too, also where a copy was in flight.

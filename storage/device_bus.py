@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from tiercache.errors import MemoryRefused
 from tiercache.kernels.device import Device, Memory
 from tiercache.kernels.host import Bytes
 from tiercache.spec import Geometry
@@ -24,6 +25,10 @@ BESIDE_BYTES = 16 << 20
 """Bytes of such a stage at most: the device moves that much in the time of some launches."""
 
 
+_KEPT: list[Bus] = []
+"""Whose device may still copy: all that they have stays where it is until the process ends."""
+
+
 class Bus:
     """A device's arena in `memory`, a ring of stages for it, and the host memory `below` pinned, whose slots are `slot_bytes` long.
 
@@ -37,7 +42,7 @@ class Bus:
         self.device = device
         self.slot_bytes = memory.size
         """Bytes of the device's memory that the slots lie in, what is left over included."""
-        self._abandoned = False
+        self._left = False
         self._handle: bytes | None = None
         self.arena = DeviceArena(device, geometry, memory, length=length, most=most)
         blocks = max(1, min(self.arena.capacity, STAGE_BYTES // geometry.block_bytes))
@@ -77,16 +82,31 @@ class Bus:
         return self._handle
 
     def abandon(self) -> None:
-        """Keep all of it as it is, whoever closes it: the device may still copy, and nobody knows for how long."""
-        self._abandoned = True
-        log.error("a copy of %s does not end; its memory is kept until the process ends", self.device.name)
+        """Keep all of it as it is, whoever closes it or forgets it: the device may still copy, and nobody knows for how long.
+
+        Nothing is left to keep where it was closed before.
+        """
+        if self._left:
+            return
+        self._left = True
+        _KEPT.append(self)
+        log.error("what %s has begun may not have ended; its memory is kept until the process ends", self.device.name)
 
     def close(self) -> None:
-        """Unpin, and let go of slots and stages. Nothing is being copied any more. May be called twice."""
-        if self._abandoned:
+        """Unpin, and let go of slots and stages. Nothing is being copied any more. May be called twice.
+
+        A device that refuses to unpin is one that nothing is known of: all is kept as it is then.
+        """
+        if self._left:
             return
         if self._pinning is not None:
-            self._pinning.close()
+            try:
+                self._pinning.close()
+            except MemoryRefused as error:
+                log.error("DRAM for %s can't be unpinned: %s", self.device.name, str(error))
+                self.abandon()
+                return
+        self._left = True
         self.ring.close()
         self.beside.clear()
         self.arena.close()

@@ -19,7 +19,7 @@ from tiercache.kernels.device import Event
 from tiercache.moves import Moves
 from tiercache.stats import Stats
 from tiercache.storage.copier import Copier, LayerCopier
-from tiercache.storage.troubles import FORGET, READ, WRITE, Troubles
+from tiercache.storage.troubles import COPY, FORGET, READ, WRITE, Troubles
 from tiercache.transfer import Discard, Report, State, Transfer, Work
 
 log = logging.getLogger(__name__)
@@ -93,8 +93,9 @@ class Mover:
     """Runs the moves that the core plans.
 
     After a failed write to a durable tier nothing more is planned into it for `retry_seconds`; nor is anything promised that only
-    such a tier holds after it could not be read at all. `troubles` is
-    told what fails and what works, and how long a write took is told to the core, which plans the next ones by it.
+    such a tier holds after it could not be read at all. After a copy that a device failed nothing is planned into its tier or out
+    of it for as long. `troubles` is told what fails and what works, and how long a write took is told to the core, which plans the
+    next ones by it.
 
     A move whose task dies (it is cancelled from outside, or the books do not fit) says nothing about its copy, which may still
     run: its slots stay its own until the process ends, nobody waits for it, and it is told as a trouble.
@@ -278,6 +279,9 @@ class Mover:
         self._stats.failed(error.reason if isinstance(error, Untrusted) else type(error).__name__)
         if isinstance(error, Untrusted | WorkerDied):
             return  # the store did not refuse
+        if error.fields.get("device"):
+            self._device_failed(error)
+            return
         asked = self._asked(work)
         if asked is None:
             return
@@ -293,6 +297,14 @@ class Mover:
         self._moves.refusing.add(position)
         self._later(self._moves.refusing, position)
 
+    def _device_failed(self, error: StoreError) -> None:
+        """Plan nothing out of the fastest tier or into it for a while: with all that can be tried at once nobody would do else."""
+        log.warning("%s fails its copies: %s", self._moves.residency.tiers[0], str(error))
+        if not self._closing:
+            self.troubles.failed(0, COPY, error, retry=self._retry)
+            self._moves.failing.add(0)
+            self._later(self._moves.failing, 0)
+
     def _later(self, failing: set[int], position: int) -> None:
         """Try a tier again when it has been left alone for a while."""
         self._timers.add(asyncio.get_running_loop().call_later(self._retry, self._retried, failing, position))
@@ -301,6 +313,8 @@ class Mover:
         asked = self._asked(transfer)
         if asked is not None:
             self.troubles.worked(*asked)
+        if transfer.to == 0 or transfer.sources[0] == 0:
+            self.troubles.worked(0, COPY)
 
     def _asked(self, work: Work) -> tuple[int, str] | None:
         """Return which durable tier a move asks, and for what; None for a copy between memories."""

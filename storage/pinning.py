@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from contextlib import ExitStack
 
 from tiercache.errors import MemoryRefused
@@ -21,12 +23,18 @@ class Pinning:
     A device that refuses a chunk gets back those before it: half an arena pinned would make some blocks fast and others not, and
     keep from others what they could pin whole. Then the memory stays pageable, copies take a detour, and `refused` says why.
 
+    A chunk is also a whole number of pages, where one of that size can be: what a driver pins is pages, and it may refuse one that
+    it has pinned already.
+
     `readonly` is for memory that this process has mapped so; not every card pins that.
     """
 
     def __init__(self, device: Device, memory: Bytes, *, slot_bytes: int, chunk: int = CHUNK, readonly: bool = False) -> None:
         self.together = max(1, chunk // slot_bytes)
         """How many slots one call pins."""
+        step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, slot_bytes)
+        if self.together > step:
+            self.together -= self.together % step
         chunk = self.together * slot_bytes
         self.refused: str | None = None
         """Why the memory is pageable; None when it is pinned."""

@@ -43,6 +43,8 @@ class Ring:
             Stage(device.allocate(blocks * geometry.block_bytes), device.pinned(blocks, geometry.planes, geometry.unit_bytes))
             for _ in range(stages)
         ]
+        self._stages = made
+        """Those that are lent, too: what the device still copies stays where it is as long as somebody holds the ring."""
         up = _Row(made[::2])
         self._rows = {Lane.UP: up, Lane.DOWN: _Row(made[1::2]) if stages > 1 else up}
 
@@ -50,18 +52,25 @@ class Ring:
     async def lend(self, lane: Lane) -> AsyncIterator[Stage]:
         """Lend a stage to the way of a lane, `UP` or `DOWN`, for the length of a block.
 
-        What the device still does with it is in `after` by the end.
+        What the device still does with it is in `after` by the end. A borrower who is cancelled does not know what becomes of his
+        stage, which a thread may be about to use: nobody has it any more.
         """
         row = self._rows[lane]
-        async with row.left:
-            stage = row.free.popleft()
-            try:
-                yield stage
-            finally:
-                row.free.append(stage)
+        await row.left.acquire()
+        stage = row.free.popleft()
+        try:
+            yield stage
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            row.take_back(stage)
+            raise
+        else:
+            row.take_back(stage)
 
     def close(self) -> None:
         """Let go of the stages; nobody has one, and nobody asks for one any more. May be called twice."""
+        self._stages = []
         for row in self._rows.values():
             row.free.clear()
 
@@ -72,3 +81,8 @@ class _Row:
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.free = deque(stages)
         self.left = asyncio.Semaphore(len(stages))
+
+    def take_back(self, stage: Stage) -> None:
+        """Let the next one have a stage."""
+        self.free.append(stage)
+        self.left.release()

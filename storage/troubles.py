@@ -11,6 +11,8 @@ from tiercache.transfer import Discard, Transfer
 
 WRITE, READ, FORGET = "write", "read", "delete"
 """What a durable store is asked to do with blocks."""
+COPY = "copy"
+"""What a device is asked to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,8 @@ class Moves:
         """Positions of tiers whose store fails: nothing is planned into them."""
         self.blind: set[int] = set()
         """Positions of tiers whose store reads nothing: what only they hold is promised to nobody."""
+        self.failing: set[int] = set()
+        """Positions of tiers whose device fails: nothing is planned into them, nor out of them; who needs room there drops."""
         self.pace = pace
 
     # --- room -----------------------------------------------------------------------------------------------------------
@@ -132,6 +134,8 @@ class Moves:
         They go to the tier below; with `past`, beyond it where it has no slots and nothing is leaving it.
         """
         residency = self.residency
+        if position in self.failing:
+            return None
         for below in range(position + 1, len(residency.tiers) if past else position + 2):
             if below > position + 1 and (self._has_place_soon(below - 1) or residency.kids(node, below - 1)):
                 return None  # to be waited for; or a child would be faster than its parent
@@ -278,7 +282,7 @@ class Moves:
         """
         residency = self.residency
         nodes = self.slower(end, position)
-        if not nodes or position in self.refusing:
+        if not nodes or position in self.refusing or position in self.failing:
             return None
         first = nodes[0]
         above = first.parent

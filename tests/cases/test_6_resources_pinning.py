@@ -44,6 +44,20 @@ def test_q3_pinned_memory_is_pinned_whole_and_unpinned_at_the_end() -> None:
         assert device.registered == []
 
 
+@pytest.mark.parametrize("slot", [64, 2080, 4096, 6144])
+def test_q3_no_page_is_pinned_by_two_calls(slot: int) -> None:
+    """Also where a slot is no whole number of pages: a driver may refuse a page that is pinned already."""
+    device = LazyDevice(1)
+    with closing(HostMemory(40 * CHUNK)) as memory:
+        pinning = Pinning(device, memory.array[: 40 * CHUNK // slot * slot], slot_bytes=slot, chunk=10 * CHUNK)
+
+        assert len(device.registered) > 1 and pinning.refused is None
+        assert {at % 4096 for at, _ in device.registered} == {0}
+        assert {length % slot for _, length in device.registered} == {0} and pinning.together * slot <= 10 * CHUNK
+        assert sum(length for _, length in device.registered) == 40 * CHUNK // slot * slot
+        pinning.close()
+
+
 @pytest.mark.parametrize("slots", [1, 3, 8])
 async def test_q3_no_copy_goes_over_what_one_call_pinned(tmp_path: Path, seed: int, slots: int) -> None:
     """A chunk holds whole slots, and neighbours cross together within a chunk alone: a driver refuses what goes over its end."""

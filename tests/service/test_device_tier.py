@@ -337,6 +337,7 @@ async def test_closing_waits_for_copies_then_unpins_then_gives_memory_back(seed:
         assert await read(again, tokens) == (6 * SIZE if demotes else 0)
 
 
+@pytest.mark.usefixtures("kept")
 async def test_a_device_that_never_ends_keeps_what_it_may_still_touch(seed: int) -> None:
     """The cache closes after its patience; memory stays pinned and allocated until the copies are over."""
     card, rig = on_device(seed)
