@@ -203,9 +203,11 @@ class DeviceEngine:
                     arrived(layer, last)
         finally:
             if last is not None:
-                if after is not None:  # an engine takes its time; who waits for the bus does not stand behind it
-                    await outlive(self._workers, Lane.RUNNER, after.wait)
-                await outlive(self._workers, Lane.UP, last.wait)
+                try:
+                    if after is not None:  # an engine takes its time; who waits for the bus does not stand behind it
+                        await outlive(self._workers, Lane.RUNNER, after.wait)
+                finally:
+                    await outlive(self._workers, Lane.UP, last.wait)
 
     async def store(self, blocks: Numbers, slots: Sequence[Bytes], after: Event | None) -> list[int]:
         """Wait until the engine has computed the blocks, then bring them by way of stages."""

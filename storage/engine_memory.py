@@ -131,6 +131,18 @@ def take(memory: Bytes, rows: LayerRows, blocks: Numbers, into: Bytes) -> None:
     np.take(memory.reshape(rows.rows, rows.row_bytes), rows.of(blocks), 0, into.reshape(-1, rows.row_bytes), mode="clip")
 
 
+def places_of(rows: LayerRows, address: int) -> tuple[Numbers, Numbers]:
+    """Return where each run of bytes of a layer at `address` begins, and where it ends."""
+    block = np.sort(rows.block)
+    first = np.flatnonzero(np.diff(block, prepend=-2) != 1)
+    begins, ends = block[first], block[np.append(first[1:], len(block)) - 1] + 1
+    blocks = np.arange(rows.blocks)[:, None] * rows.stride
+    return (
+        address + (blocks + begins).reshape(-1) * rows.row_bytes,
+        address + (blocks + ends).reshape(-1) * rows.row_bytes,
+    )
+
+
 # --- inside ---------------------------------------------------------------------------------------------------------------
 
 

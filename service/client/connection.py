@@ -129,7 +129,7 @@ class Connection:
         self._most = max(1, limits.get("requests", _MOST_WAITING))
         self._renewal.term = limits.get("lease_ms", 0) / 1000
         self.prompts = Prompts(limits.get("prompts", _PROMPTS), limits.get("prompt_bytes", _PROMPT_BYTES))
-        self._memory = await Memory.connect(welcome.descriptors)
+        self._memory = await Memory.connect(welcome.descriptors, welcome.boot)
         self._counts.sent += await self._memory.fetch(welcome.token)
         return None
 

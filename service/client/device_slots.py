@@ -90,7 +90,7 @@ async def open_slots(memory: Memory, at: wire.ArenaAt, geometry: Geometry, own: 
                 expected=at.device,
                 found=device.uuid,
             )
-        opened = await own.memory(workers, at.handle, at.length)
+        opened = await own.memory(workers, memory.boot, at.handle, at.length)
         ring = await own.ring(workers, geometry)
     except (InvalidConfig, MemoryRefused) as error:
         raise DeviceRefused(f"the daemon's {at.tier} tier lies on a device, and can't be opened: {error}") from error

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from tiercache.checks import integer
-from tiercache.errors import InvalidInput, InvalidStart, StoreError, WorkerDied
+from tiercache.errors import InvalidInput, InvalidStart, SpecMismatch, StoreError, WorkerDied
 from tiercache.kernels.device import Device, Event
 from tiercache.service import wire
 from tiercache.service.client import copies, engine_tensors
@@ -81,9 +81,9 @@ async def attach(house: House, kv: Namespaced, tensors: Any, layout: str | None)
     known = own.tensors(device) if device is not None else None
     if device is None or known is None or not known.holds(layers[0][0]):
         host = engine_tensors.on_host(layers)
-        engine_tensors.require_apart(layers)
+        await workers.run(Lane.COPY, engine_tensors.require_apart, layers)
         return PagedKV(house, kv, HostEngine(spec.geometry, host, workers, threads=house.threads), name, None)
-    engine_tensors.require_apart(layers)
+    await workers.run(Lane.COPY, engine_tensors.require_apart, layers)
     for tensor, rows in layers:
         require_aligned(rows, tensor.data_ptr())
     ring = await own.ring(workers, spec.geometry)
@@ -126,8 +126,13 @@ class PagedKV:
         cancelled; the hit may be left meanwhile, its lease is kept. Every block is verified after its copy, and what failed is
         named. With `by_layer` they are verified before it, too, and `Loading.layer` tells of a layer before the next is copied.
 
-        Raises InvalidInput for ids that are no blocks of the engine's or come twice, InvalidStart, LeaseReleased.
+        Raises InvalidInput for ids that are no blocks of the engine's or come twice, InvalidStart, LeaseReleased, and SpecMismatch
+        for a hit of a namespace whose KV has another layout.
         """
+        if hit.spec != self._kv.spec:
+            raise SpecMismatch(
+                f"a hit on KV of {hit.spec} for an engine's of {self._kv.spec}", found=hit.spec, expected=self._kv.spec
+            )
         ids = self._numbers(block_ids)
         first = self._first(start)
         point = self.now() if after is None else after
@@ -159,7 +164,10 @@ class PagedKV:
         self._memory.follow(event)
 
     def _numbers(self, block_ids: Sequence[int]) -> Numbers:
-        found = np.asarray(block_ids)
+        try:
+            found = np.asarray(block_ids)
+        except (TypeError, ValueError, RuntimeError) as error:  # lists of several lengths; tensors that are not numbers of the host
+            raise InvalidInput(f"block ids must be a list of integers: {error}", field="block_ids") from error
         if found.size == 0 and found.ndim == 1:
             return found.astype(np.int64)
         if found.ndim != 1 or found.dtype.kind not in "iu":
@@ -373,7 +381,8 @@ class Storing:
             return await asyncio.shield(self._task)
         except asyncio.CancelledError:
             self._task.cancel()
-            for task in [self._task, *self._reading]:
+            await ended(self._task)
+            for task in self._reading:  # not before: the last of them may have been made as the cancellation came
                 await ended(task)
             raise
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from tiercache.kernels.device import Device, Memory
 from tiercache.kernels.host import Bytes
 from tiercache.service import tensors as plain
 from tiercache.spec import ITEM_BYTES, KVSpec
-from tiercache.storage.engine_memory import LayerRows, layer_rows, layout_of
+from tiercache.storage.engine_memory import LayerRows, layer_rows, layout_of, places_of
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,8 @@ def layers_of(given: Any, spec: KVSpec, layout: str | None) -> tuple[list[Layer]
     lib = importlib.import_module("torch")
     if not isinstance(given, Sequence) and not isinstance(given, lib.Tensor):
         raise InvalidTensor(f"an engine's memory is a list of tensors, not {type(given).__name__}", found=type(given).__name__)
+    if isinstance(given, lib.Tensor) and given.ndim == 0:
+        raise InvalidTensor("an engine's memory is a list of tensors, not one without axes", found=())
     if len(given) != spec.layers:
         raise InvalidTensor(f"{len(given)} tensors for {spec.layers} layers", found=len(given), expected=spec.layers)
     layers: list[Layer] = []
@@ -60,8 +63,14 @@ def _require(tensor: Any, lib: Any, spec: KVSpec, number: int) -> None:
 
 
 def require_apart(layers: Sequence[Layer]) -> None:
-    """Raise InvalidTensor where one tensor is to be two layers."""
-    if len({tensor.data_ptr() for tensor, _ in layers}) != len(layers):
+    """Raise InvalidTensor where two layers share bytes. Layers that lie among each other take a while to look at: for a thread."""
+    ordered = sorted(((tensor.data_ptr(), rows) for tensor, rows in layers), key=lambda layer: layer[0])
+    if all(address + rows.span <= following for (address, rows), (following, _) in pairwise(ordered)):
+        return
+    places = [places_of(rows, address) for address, rows in ordered]
+    begins, ends = (np.concatenate(edges) for edges in zip(*places, strict=True))
+    order = np.argsort(begins)
+    if (begins[order[1:]] < ends[order[:-1]]).any():
         raise InvalidTensor("every layer must have memory of its own")
 
 

@@ -59,7 +59,9 @@ class Memory:
     Methods raise OSError for what the daemon did not hand over or can't be mapped.
     """
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, boot: bytes) -> None:
+        self.boot = boot
+        """Which run of the daemon it is of."""
         self._channel = channel
         self._descriptors: dict[str, int] = {}
         self._maps: dict[str, Bytes] = {}
@@ -73,15 +75,15 @@ class Memory:
         return self._channel.fileno()
 
     @classmethod
-    async def connect(cls, path: str) -> Memory:
-        """Connect to the socket of descriptors at `path`."""
+    async def connect(cls, path: str, boot: bytes) -> Memory:
+        """Connect to the socket of descriptors at `path`, which a run of the daemon has named."""
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             await asyncio.get_running_loop().sock_connect(channel, path)
         except BaseException:
             channel.close()
             raise
-        return cls(channel)
+        return cls(channel, boot)
 
     async def fetch(self, token: bytes) -> int:
         """Ask for the descriptors of a session and keep those that are new; return how many bytes went to and fro."""

@@ -42,7 +42,7 @@ class OwnDevice:
         self.tensors = tensors
         """What torch and an open device know of each other."""
         self._opening = asyncio.Lock()
-        self._memory: WeakValueDictionary[bytes, Memory] = WeakValueDictionary()
+        self._memory: WeakValueDictionary[tuple[bytes, bytes], Memory] = WeakValueDictionary()
         self._rings: WeakValueDictionary[Geometry, Ring] = WeakValueDictionary()
 
     @property
@@ -65,13 +65,16 @@ class OwnDevice:
                 self._given = await workers.run(Lane.UP, self._opener, self._given)
             return self._given
 
-    async def memory(self, workers: Workers, handle: bytes, size: int) -> Memory:
-        """Return the daemon's memory that `handle` names, the same to all that hold it. Raises as `opened`, and MemoryRefused."""
+    async def memory(self, workers: Workers, boot: bytes, handle: bytes, size: int) -> Memory:
+        """Return the memory that `handle` names in a run of a daemon, the same to all that hold it.
+
+        The next run may give its memory the handle that this one's had. Raises as `opened`, and MemoryRefused.
+        """
         device = await self.opened(workers)
         async with self._opening:
-            found = self._memory.get(handle)
+            found = self._memory.get((boot, handle))
             if found is None:
-                self._memory[handle] = found = await workers.run(Lane.UP, device.open, handle, size)
+                self._memory[boot, handle] = found = await workers.run(Lane.UP, device.open, handle, size)
             return found
 
     async def ring(self, workers: Workers, geometry: Geometry) -> Ring:

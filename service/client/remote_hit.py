@@ -108,6 +108,11 @@ class RemoteHit:
         return self._live().lease
 
     @property
+    def spec(self) -> KVSpec:
+        """The layout of the KV."""
+        return self._spec
+
+    @property
     def claim(self) -> Claim:
         """The claim, for who writes after it."""
         return self._live()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from typing import Any
 
@@ -24,9 +25,9 @@ from tests.service.client.attached import (
     runs_last,
 )
 from tests.service.client.fake import SIZE, SPACE, SPEC, FakeDaemon, turn, until
-from tiercache.errors import DeviceRefused, InvalidInput, InvalidStart, InvalidTensor, LeaseReleased
+from tiercache.errors import DeviceRefused, InvalidInput, InvalidStart, InvalidTensor, LeaseReleased, SpecMismatch, StoreError
 from tiercache.kernels.device import Event
-from tiercache.kernels.lazy import LazyDevice
+from tiercache.kernels.lazy import LazyDevice, LazyEvent
 from tiercache.service import wire
 from tiercache.service.client import copies
 from tiercache.service.client.client import connect
@@ -297,9 +298,11 @@ async def test_without_a_daemon_nothing_is_loaded(device: LazyDevice | None) -> 
         ([[0, 1, 2, 3]], "list of integers"),
         ([True, False, True, False], "list of integers"),
         ("0123", "list of integers"),
+        ([[0], [1, 2]], "list of integers"),
+        (torch.zeros(4, requires_grad=True), "list of integers"),
     ],
 )
-async def test_ids_that_are_no_blocks_are_refused(fake: FakeDaemon, device: LazyDevice | None, ids: list[int], why: str) -> None:
+async def test_ids_that_are_no_blocks_are_refused(fake: FakeDaemon, device: LazyDevice | None, ids: Any, why: str) -> None:
     """Before anything is asked or copied."""
     fake.holds(TOKENS, [0, 1, 2, 3])
     engine = engine_of()
@@ -332,6 +335,9 @@ async def test_memory_that_is_none_of_the_kvs_is_refused(fake: FakeDaemon) -> No
         ([one[..., ::2]] * 4, "a layer has shape"),
         ([torch.empty(*one.shape[:-1], 64, dtype=one.dtype)[..., ::2]] * 4, "must be contiguous"),
         (None, "a list of tensors"),
+        (one[0, 0, 0, 0, 0], "without axes"),
+        (lying(blocks=8, apart=4, layers=8), "memory of its own"),
+        (lying(blocks=8, apart=2, layers=1), "memory of its own"),
     ]
     async with connect(fake.address) as client:
         kv = await client.open(SPACE, SPEC)
@@ -340,6 +346,67 @@ async def test_memory_that_is_none_of_the_kvs_is_refused(fake: FakeDaemon) -> No
                 await kv.attach(tensors)
         with pytest.raises(DeviceRefused, match="connect"):
             await kv.attach([torch.empty(one.shape, dtype=one.dtype, device="meta") for _ in range(4)])
+
+
+def lying(*, blocks: int, apart: int, layers: int) -> list[torch.Tensor]:
+    """Return layers of blocks of one allocation: so many blocks from a block to the next, and from a layer to the next."""
+    block = 2 * SPEC.block_size * SPEC.kv_heads * SPEC.head_dim
+    raw = torch.full((2 * SPEC.layers * blocks * max(apart, layers) * block,), 0.5, dtype=torch.float16)
+    shape = (blocks, 2, SPEC.block_size, SPEC.kv_heads, SPEC.head_dim)
+    inner = torch.empty(shape[1:]).stride()
+    return [raw.as_strided(shape, (apart * block, *inner), number * layers * block) for number in range(SPEC.layers)]
+
+
+@pytest.mark.parametrize(("apart", "layers"), [(1, 8), (4, 1), (5, 1), (1, 9)])
+async def test_layers_may_lie_among_each_other(fake: FakeDaemon, device: LazyDevice | None, apart: int, layers: int) -> None:
+    """All of them are one allocation: layer by layer, or block by block."""
+    fake.holds(TOKENS, [0, 1, 2, 3])
+    engine = engine_of("block kv token head dim")
+    engine.tensors = lying(blocks=8, apart=apart, layers=layers)
+    async with beside(fake.address, device) as client:
+        kv, paged = await attached(client, engine)
+        async with kv.match(TOKENS) as hit:
+            assert (await paged.load(hit, IDS)).blocks == 4
+
+    assert engine.holds(TOKENS, IDS, space=SPACE)
+
+
+async def test_a_hit_on_kv_of_another_layout_is_refused(fake: FakeDaemon, device: LazyDevice | None) -> None:
+    """Also where its blocks are as large: their checksums are right, and their numbers would not be in their places."""
+    fake.holds(TOKENS, [0, 1, 2, 3])
+    other = dataclasses.replace(SPEC, kv_heads=2 * SPEC.kv_heads, head_dim=SPEC.head_dim // 2)
+    engine = engine_of()
+    async with beside(fake.address, device) as client:
+        _, paged = await attached(client, engine)
+        kv = await client.open(SPACE, other)
+        async with kv.match(TOKENS) as hit:
+            with pytest.raises(SpecMismatch, match="for an engine's"):
+                paged.load(hit, IDS)
+
+    assert engine.untouched()
+
+
+async def test_an_engine_whose_pass_has_failed_does_not_end_a_load_before_its_copies(fake: FakeDaemon, lazy: LazyDevice) -> None:
+    """What was enqueued still writes the blocks: until it has, they are not the engine's."""
+    fake.holds(TOKENS, [0, 1, 2, 3])
+    engine = engine_of()
+    async with beside(fake.address, lazy) as client:
+        kv, paged = await attached(client, engine)
+        point = Failing(lazy)
+        point.happened = True
+        async with kv.match(TOKENS) as hit:
+            loaded = await paged.load(hit, IDS, after=point)
+
+        assert (loaded.blocks, loaded.reason) == (0, "device")
+        assert not any(stream.work for stream in lazy.streams)
+
+
+class Failing(LazyEvent):
+    """A point that a stream goes past, and whose wait fails."""
+
+    def wait(self) -> None:
+        """Fail."""
+        raise StoreError("the pass failed")
 
 
 async def test_a_daemons_memory_that_can_not_be_pinned_is_said(fake: FakeDaemon, lazy: LazyDevice) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tests.service.client.attached import IDS, TOKENS, attached, beside, committ
 from tests.service.client.fake import SIZE, SPACE, SPEC, FakeDaemon, until
 from tiercache.kernels.lazy import LazyDevice
 from tiercache.service import wire
+from tiercache.service.client.remote_room import Reserved
 
 
 @pytest.mark.parametrize("layout", layouts(SPEC))
@@ -84,6 +86,32 @@ async def test_a_store_that_is_cancelled_reads_no_more_and_stores_nothing(fake: 
             await waiting
         assert storing.done
         await fake.until(wire.Close)
+        assert committed(fake) == []
+
+
+async def test_a_store_that_is_cancelled_as_its_copies_begin(
+    fake: FakeDaemon, device: LazyDevice | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies are a task that has not run when the cancellation comes: who waited stays for them all the same."""
+    engine = engine_of()
+    gives_room(fake, [0, 1, 2, 3])
+    async with beside(fake.address, device) as client:
+        kv, paged = await attached(client, engine)
+
+        async def reserve(*args: Any, **named: Any) -> Reserved:
+            room = await reserved(*args, **named)
+            waiting.cancel()
+            return room
+
+        reserved = kv._reserve
+        monkeypatch.setattr(kv, "_reserve", reserve)
+        storing = paged.store(TOKENS, IDS)
+        waiting = asyncio.ensure_future(outcome(storing))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert storing.done
+        await fake.until(wire.Close)
+
         assert committed(fake) == []
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.service.client.fake import FakeDaemon
 from tiercache.errors import DeviceRefused, InvalidConfig, InvalidInput, MemoryRefused
-from tiercache.kernels.device import Device
-from tiercache.kernels.lazy import LazyDevice
+from tiercache.kernels.device import LEAST_EXPORT, Device
+from tiercache.kernels.lazy import LazyDevice, LazyMemory
 from tiercache.service.client.blocking import BlockingClient
 from tiercache.service.client.client import connect
 from tiercache.service.client.own_device import OwnDevice
@@ -76,6 +76,24 @@ async def test_one_that_is_open_is_taken_as_it_is() -> None:
     device = LazyDevice(1)
 
     assert await OwnDevice(device).opened(InlineWorkers()) is device
+
+
+async def test_memory_is_opened_once_and_anew_when_the_daemon_has_begun_anew() -> None:
+    """The next daemon's memory may have the handle that its predecessor's had, which a tensor in place still keeps open."""
+    owner, device, workers = LazyDevice(1), LazyDevice(2), InlineWorkers()
+    own, first, second = OwnDevice(device), b"boot 1", b"boot 2"
+    memory = owner.allocate(LEAST_EXPORT)
+    handle = owner.export(memory)
+    kept = await own.memory(workers, first, handle, LEAST_EXPORT)
+    assert await own.memory(workers, first, handle, LEAST_EXPORT) is kept
+    del memory
+    memory = owner.allocate(LEAST_EXPORT)
+    memory.bytes[:] = 7
+    assert owner.export(memory) == handle
+
+    opened = await own.memory(workers, second, handle, LEAST_EXPORT)
+
+    assert isinstance(opened, LazyMemory) and (opened.bytes == 7).all()
 
 
 @pytest.mark.parametrize(("device", "lanes"), [(None, {Lane.COPY}), ("cuda:0", {Lane.COPY, Lane.UP, Lane.DOWN, Lane.RUNNER})])
