@@ -138,7 +138,6 @@ FITTING = {
     ("match", "request"): {"text", "null"},
     ("match", "in_place"): {"true"},
     ("reserve", "after"): {"null"},
-    ("match", "in_place"): {"true"},
     ("reserve", "tier"): {"null"},
     ("reserve", "wait"): {"true"},
     ("pin", "ttl"): {"1.0"},
