@@ -71,7 +71,7 @@ class Connection:
         self._renewing: dict[int, float] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = math.inf  # by the monotonic clock: one timer for all deadlines
-        self._excused = False
+        self._excused = False  # whether the alarm is one that was put off, as our own loop was late
         self._most = _MOST_WAITING
         self._listeners: dict[int, Listener] = {}
         self._early: deque[wire.Arrived | wire.Lost] = deque(maxlen=_MOST_EARLY)

@@ -207,7 +207,8 @@ class Holdings:
     def end(self) -> list[Callable[[], None]]:
         """End copying leases, pins and accounts; return the calls that end the rest, for when nobody can touch it any more."""
         self._terms.forget(self)
-        calls = [_kept_back(held) for held in self._leases.values() if held.in_place and not held.ended]
+        # Not one of no blocks: a match that found nothing may have said that it would be read in place.
+        calls = [_kept_back(held) for held in self._leases.values() if held.in_place and not held.ended and held.claim.lease.blocks]
         for tenancy in self._tenancies.values():
             if tenancy.owner is self:
                 tenancy.end()

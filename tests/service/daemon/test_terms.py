@@ -307,3 +307,16 @@ async def test_figures_say_what_was_lost_and_how_late_the_loop_is(folder: Path) 
         assert float(lines["tiercache_loop_lag_longest_seconds"]) == loop["lag_max"]
         assert float(lines['tiercache_lost_total{what="lease"}']) == float(lines['tiercache_lost_total{what="reservation"}']) == 1
         assert float(lines["tiercache_sessions_stalled_total"]) == 0
+
+
+async def test_a_match_that_found_nothing_leaves_nothing_behind(folder: Path) -> None:
+    """Though it said that it would be read in place: there is nothing to be kept from use until the process is gone."""
+    async with house(folder) as (daemon, _, _core):
+        async with session_at(daemon.path) as raw:
+            opened = await raw.open()
+            [session] = [one for one in daemon.house.sessions if one.token == raw.welcome.token]
+            hit = await raw.call(wire.Leased, wire.Match, kv=opened.kv, prompt=whole(TOKENS), in_place=True)
+            assert hit.blocks == 0 and (await daemon.cache.check())["leases"] == 1
+        await session.done.wait()
+
+        assert (await daemon.cache.check())["leases"] == 0
