@@ -234,7 +234,7 @@ async def test_a_daemon_that_can_not_have_its_disk(folder: Path, monkeypatch: py
     def refuse(*_: object, **__: object) -> None:
         raise type(error)(str(error), **getattr(error, "fields", {}))
 
-    monkeypatch.setattr("tiercache.service.inprocess.SsdTier", refuse)
+    monkeypatch.setattr("tiercache.service.tiers.SsdTier", refuse)
     config = small(directory=folder / "kv")
     if isinstance(error, DirectoryRefused):
         with pytest.raises(DirectoryRefused):
