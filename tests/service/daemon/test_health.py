@@ -202,7 +202,7 @@ async def test_in_process_and_over_http_the_same_is_said(folder: Path) -> None:
 async def test_starting_draining_and_failed_are_503(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe is told to wait, or to give up, by the status alone; a start that fails says so until the socket goes."""
     rig = Rig()
-    hold = rig.threads.hold("_allocate")
+    hold = rig.threads.hold("allocate")
     daemon = Daemon(small(directory=folder / "kv"), folder / "d.sock", seams=rig.seams())
     starting = asyncio.ensure_future(daemon.__aenter__())
     await hold.reached()
