@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.oracle import oracle_kv
-from tests.service.client.fake import SIZE, SPACE, SPEC, FakeDaemon, serving, until
+from tests.service.client.fake import SIZE, SPACE, SPEC, FakeDaemon, serving, turn, until
 from tiercache.errors import (
     AuditFailed,
     Closed,
@@ -169,6 +169,24 @@ async def test_an_arena_that_can_not_be_is_a_miss(fake: FakeDaemon, at: wire.Are
 
         assert await all_calls(kv) == MISSES
         assert client.stats().misses.keys() == {"unmapped"}
+
+
+async def test_silence_is_a_miss_and_is_waited_for_once(fake: FakeDaemon) -> None:
+    """After a deadline without any sign of life the next calls do not wait; the first sign ends that."""
+    async with connect(fake.address, deadline=0.05) as client:
+        kv = await client.open(SPACE, SPEC)
+        fake.answers[wire.Flush] = lambda asked: None
+        first = await kv.flush(TOKENS)
+        asked = len(fake.asked)
+        rest = await all_calls(kv)
+        unasked = len(fake.asked) - asked
+        await fake.say(wire.Draining(seconds=1.0))
+        while fake.count(wire.Prefetch) == 0:
+            await kv.prefetch(TOKENS)
+            await turn()
+
+        assert first == 0 and rest == MISSES and unasked == 0
+        assert client.stats().misses.keys() == {"slow"}
 
 
 async def test_an_answer_after_the_deadline_is_given_back(fake: FakeDaemon) -> None:
