@@ -56,6 +56,16 @@ class Bus:
             log.warning("DRAM for blocks of %d bytes stays pageable: %s", geometry.block_bytes, self.pageable)
 
     @property
+    def stage_bytes(self) -> int:
+        """Bytes of the device that stages take: of the ring, of runners' streams, and the arena's own for single blocks."""
+        return self.ring.size + sum(stage.size for stage in self.beside) + self.arena.geometry.block_bytes
+
+    @property
+    def stage_host_bytes(self) -> int:
+        """Bytes of pinned host memory that stages take."""
+        return self.ring.size + self.arena.geometry.block_bytes
+
+    @property
     def together(self) -> int | None:
         """How many slots of the host memory one copy may cross: no copy goes over a multiple of it."""
         return None if self._pinning is None else self._pinning.together

@@ -145,7 +145,7 @@ class PagedKV:
 
         `block_ids` are those of the whole blocks of `tokens[start:]`, in order. What becomes of the tokens, and what `start` and
         `tier` mean, is as at `RemoteKV.insert`. Until it is over the engine's blocks must not change. Whoever waits for it and is
-        cancelled leaves when they are not read any more, and nothing is stored of what was under way.
+        cancelled leaves when they are not read any more; of what was under way nothing is stored, unless its commit was on its way.
 
         Raises InvalidInput for ids that are no blocks of the engine's, come twice, or are not as many as the blocks;
         InvalidTokens, InvalidStart, InvalidConfig as `insert` does.

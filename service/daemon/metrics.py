@@ -163,8 +163,8 @@ class _Daemon(Collector):
                 continue
             who = [str(stack.geometry.block_bytes), bus.device.name]
             taken.add_metric([*who, "slots"], bus.slot_bytes)
-            taken.add_metric([*who, "stages"], bus.ring.size)
-            below.add_metric([*who, "stages"], bus.ring.size)
+            taken.add_metric([*who, "stages"], bus.stage_bytes)
+            below.add_metric([*who, "stages"], bus.stage_host_bytes)
             below.add_metric([*who, "pinned"], bus.pinned_bytes)
             below.add_metric([*who, "pageable"], bus.below_bytes - bus.pinned_bytes)
         yield from (taken, below)

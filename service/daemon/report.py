@@ -166,7 +166,8 @@ def _device(bus: Bus | None) -> dict[str, Any] | None:
     return {
         "name": bus.device.name,
         "slot_bytes": bus.slot_bytes,
-        "stage_bytes": bus.ring.size,
+        "stage_bytes": bus.stage_bytes,
+        "stage_host_bytes": bus.stage_host_bytes,
         "pinned_bytes": bus.pinned_bytes,
         "pageable_bytes": bus.below_bytes - bus.pinned_bytes,
         "pageable": bus.pageable,

@@ -429,7 +429,8 @@ async def test_memory_that_can_not_be_pinned_is_told_and_works(seed: int) -> Non
         assert figures(stack_of(cache))["device"] == {
             "name": "lazy",
             "slot_bytes": LEAST_EXPORT,
-            "stage_bytes": 4 * 8 * SPEC.block_bytes,
+            "stage_bytes": (4 + 2) * size + SPEC.block_bytes,
+            "stage_host_bytes": 4 * size + SPEC.block_bytes,
             "pinned_bytes": size,
             "pageable_bytes": 0,
             "pageable": None,
