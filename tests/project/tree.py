@@ -12,7 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("bench", "kernels", "service", "storage")
 """The root's folders that are packages of `tiercache`, each with a link in it."""
 
-_SKIPPED = {".git", ".hypothesis", ".venv", ".venv-sglang", "build", "dist", "shared", "htmlcov"}
+_SKIPPED = {".git", ".hypothesis", "build", "dist", "shared", "htmlcov"}
+
+
+def _is_made(name: str) -> bool:
+    """Return whether a name in the repository's root is of what was built or installed, such as the environments of peers."""
+    return name in _SKIPPED or name.startswith(".venv") or name.endswith(("__pycache__", "_cache", ".egg-info"))
 
 
 def pyproject() -> dict[str, Any]:
@@ -23,8 +28,7 @@ def pyproject() -> dict[str, Any]:
 def files(root: Path = ROOT) -> Iterator[Path]:
     """Yield the files of the repository; links are not followed, what was built or installed is left out."""
     for path in sorted(root.iterdir()):
-        built = path.name in _SKIPPED or path.name.endswith(("_cache", ".egg-info")) or path.name == "__pycache__"
-        if path.is_symlink() or (root == ROOT and built) or path.name == "__pycache__":
+        if path.is_symlink() or (root == ROOT and _is_made(path.name)) or path.name == "__pycache__":
             continue
         if path.is_dir():
             yield from files(path)
@@ -41,7 +45,6 @@ def copy_to(target: Path) -> Path:
     """Copy the repository with its links, and return the copy."""
 
     def skip(folder: str, names: list[str]) -> set[str]:
-        here = Path(folder) == ROOT
-        return {name for name in names if name.endswith(("__pycache__", "_cache", ".egg-info")) or (here and name in _SKIPPED)}
+        return {name for name in names if name == "__pycache__" or (Path(folder) == ROOT and _is_made(name))}
 
     return Path(shutil.copytree(ROOT, target, symlinks=True, ignore=skip))
