@@ -18,6 +18,8 @@ from tiercache.sizes import format_size
 
 _LABELS: dict[Unit, str] = {"s": "time", "B/s": "rate", "B": "bytes", "1/s": "per second", "1": ""}
 _MARKERS = "osD^vPX*"
+_LEGEND_WIDTH = 110
+"""Letters that fit below the axes, side by side; a column takes some more than its longest label."""
 
 
 def draw(result: Result, plots: Sequence[Plot], folder: Path) -> list[Path]:
@@ -61,7 +63,9 @@ def _draw(result: Result, plot: Plot, figures: Sequence[Figure], folder: Path) -
     axes.grid(visible=True, which="major", color="0.9")
     # Below the axes: above them it lies on some line sooner or later.
     under = -0.12 if numeric else -0.24
-    legend = axes.legend(loc="upper center", bbox_to_anchor=(0.5, under), ncols=3, frameon=False, fontsize=8)
+    longest = max(len(text) for text in axes.get_legend_handles_labels()[1])
+    columns = max(1, min(3, _LEGEND_WIDTH // (longest + 6)))
+    legend = axes.legend(loc="upper center", bbox_to_anchor=(0.5, under), ncols=columns, frameon=False, fontsize=8)
     machine = result.machine
     where = f"{machine['processor']}, {machine['cpus']} cores · {result.date[:10]} · {result.commit}" + " · quick" * result.quick
     # Above all the rest, and no part of the layout, which would keep the title away from it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tiercache.bench.__main__ import main, write_page
@@ -57,6 +58,17 @@ def test_plots_are_the_same_bytes_for_the_same_result(tmp_path: Path) -> None:
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes()
         assert one.with_suffix(".png").read_bytes() == other.with_suffix(".png").read_bytes()
+
+
+def test_long_labels_leave_room_for_the_lines(tmp_path: Path) -> None:
+    """Side by side they would be wider than the picture, and what is drawn would have none (matplotlib warns of it)."""
+    named = [f"retrieve from disk, cold, of somebody else {number}" for number in range(6)]
+    figures = [
+        Figure(name="get", at={"x": x, "by": name}, unit="B/s", value=Spread.of([x * 1e9])) for name in named for x in (1, 2)
+    ]
+    result = msgspec.structs.replace(RESULT, figures=figures)
+
+    assert len(draw(result, [Plot("long", "Long", ("get",), x="x", series=("by",))], tmp_path)) == 1
 
 
 def test_a_plot_without_figures_is_not_drawn(tmp_path: Path) -> None:
