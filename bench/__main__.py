@@ -20,12 +20,15 @@ import msgspec
 from rich.console import Console
 
 from tiercache.bench.figures import Result
-from tiercache.bench.machine import commit, machine
+from tiercache.bench.machine import commit, file_system, machine
 from tiercache.bench.page import page
-from tiercache.bench.programs import NAMES, load
+from tiercache.bench.programs import NAMES, ON_DISK, load
 from tiercache.bench.run import Run
 from tiercache.bench.show import tables
 from tiercache.bench.store import read_all, write
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose files can't be read from anywhere else than memory."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,6 +71,9 @@ def _require_folders(parser: argparse.ArgumentParser, options: argparse.Namespac
     """End with status 2 if a folder can't be what it is named for: before minutes of measuring, not after them."""
     if options.directory is not None and not options.directory.is_dir():
         parser.error(f"--directory {options.directory} is no folder")
+    where = Path(tempfile.gettempdir()) if options.directory is None else options.directory
+    if options.program in (*ON_DISK, "all") and (kind := file_system(where)) in _IN_MEMORY:
+        parser.error(f"{where} lies in memory ({kind}); name a folder on the disk to be measured with --directory")
     if options.out is not None and options.out.exists() and not options.out.is_dir():
         parser.error(f"--out {options.out} is no folder")
     if options.page is not None and (options.page.is_dir() or not options.page.resolve().parent.is_dir()):

@@ -22,7 +22,7 @@ def machine(folder: Path) -> dict[str, str | int | float]:
         "memory": format_size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         "system": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         "python": platform.python_version(),
-        "file system": _file_system(folder),
+        "file system": file_system(folder),
         "load before": round(os.getloadavg()[0], 2),
     }
     for library in _LIBRARIES:
@@ -57,7 +57,7 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _file_system(folder: Path) -> str:
+def file_system(folder: Path) -> str:
     """Return the type of the mount that holds `folder`: the longest mount point that is a beginning of its path."""
     path, kind, longest = folder.resolve(), "unknown", -1
     for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():

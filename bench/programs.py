@@ -18,6 +18,9 @@ NAMES: dict[str, str] = {
     "peer": "store and retrieve, in memory and on disk, beside LMCache where it is installed",
 }
 
+ON_DISK = ("tiers", "runner", "peer")
+"""Those that read files which are no longer in memory, and so need a folder on a disk."""
+
 
 class Program(NamedTuple):
     """One subject that is measured."""

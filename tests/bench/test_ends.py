@@ -85,6 +85,7 @@ def _until_ended(watch: int) -> None:
     ("arguments", "named"),
     [
         (["tree", "--directory", "{}/none"], "--directory {}/none is no folder"),
+        (["tiers", "--quick", "--directory", "/dev/shm"], "/dev/shm lies in memory (tmpfs)"),
         (["tree", "--out", "{}/file"], "--out {}/file is no folder"),
         (["tree", "--out", "{}", "--page", "{}/none/page.md"], "--page {}/none/page.md is no file"),
         (["tree", "--out", "{}", "--page", "{}/page.md"], "one can't be read"),
