@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 from tiercache.errors import Untrusted
@@ -22,6 +21,7 @@ from tiercache.storage.checksum import verify
 from tiercache.storage.contract import Planes, Store
 from tiercache.storage.copier import LayerCopier, StoreCopier
 from tiercache.storage.device_arena import DeviceArena
+from tiercache.storage.device_way import Way
 from tiercache.storage.neighbours import Run, neighbours
 from tiercache.storage.staging import Ring, Stage
 from tiercache.storage.workers import Lane, Workers, outlive
@@ -51,7 +51,7 @@ class DeviceCopier:
         self._ring = ring
         self._workers = workers
         self._together = together
-        self._streams = {lane: (device.stream(), threading.Lock()) for lane in (Lane.DOWN, Lane.UP)}
+        self._ways = {lane: Way(device, lane) for lane in (Lane.DOWN, Lane.UP)}
 
     @property
     def layers(self) -> int:
@@ -148,7 +148,11 @@ class DeviceCopier:
 
     async def _enqueued(self, lane: Lane, stage: Stage, enqueue: Callable[..., None], *args: object) -> Event:
         """Have a copy enqueued by way of `stage`, and return its event; it is also in `stage.after`."""
-        return await self._workers.run(Lane.COPY, self._enqueue, lane, stage, enqueue, args)
+
+        def work(stream: Stream) -> None:
+            enqueue(stream, stage, *args)
+
+        return await self._workers.run(Lane.COPY, self._ways[lane].enqueue, stage, work)
 
     async def _over(self, lane: Lane, event: Event | None) -> None:
         """Wait until a copy is over, also when a thread that waits for it dies."""
@@ -156,27 +160,8 @@ class DeviceCopier:
 
     # --- on worker threads ------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, lane: Lane, stage: Stage, enqueue: Callable[..., None], args: Sequence[object]) -> Event:
-        stream, turn = self._streams[lane]
-        with turn:
-            if stage.after is not None:
-                stream.wait(stage.after)
-            try:
-                enqueue(stream, stage, *args)
-            except BaseException:
-                stage.after = stream.record()
-                # What was enqueued before the failure still runs, and writes slots that the caller is about to free.
-                stage.after.wait()
-                raise
-            stage.after = stream.record()
-            return stage.after
-
     def _wait(self, lane: Lane, event: Event | None) -> None:
-        if event is None:
-            stream, turn = self._streams[lane]
-            with turn:
-                event = stream.record()
-        event.wait()
+        (self._ways[lane].end() if event is None else event).wait()
 
     def _down(self, stream: Stream, stage: Stage, transfer: Transfer, low: int, high: int) -> None:
         """Enqueue the way from the device's pool to slots in host memory."""

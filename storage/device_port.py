@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -19,6 +18,7 @@ from tiercache.kernels.device import Device, Event, Pool, Stream
 from tiercache.kernels.host import Bytes, copy_run
 from tiercache.spec import Geometry
 from tiercache.storage.checksum import checksum
+from tiercache.storage.device_way import Way
 from tiercache.storage.finishing import Finishing
 from tiercache.storage.staging import Ring, Stage
 from tiercache.storage.workers import Lane, Workers, in_parts, outlive
@@ -156,29 +156,6 @@ class DevicePort:
         shape = (planes, blocks * self._geometry.unit_bytes)
         if memory.shape != shape or memory.dtype != np.uint8:
             raise InvalidTensor(f"{blocks} blocks are bytes {shape}, not {memory.dtype} {memory.shape}", value=memory.shape)
-
-
-class Way:
-    """A stream of its own that works by way of stages, and the lane that waits for it."""
-
-    def __init__(self, device: Device, lane: Lane) -> None:
-        self.lane = lane
-        self._stream = device.stream()
-        self._turn = threading.Lock()
-
-    def enqueue(self, stage: Stage, work: Callable[[Stream], None]) -> Event:
-        """Have `work` enqueue what it needs of `stage`, and return the event after it; what failed half-way is over on raising."""
-        with self._turn:
-            if stage.after is not None:
-                self._stream.wait(stage.after)
-            try:
-                work(self._stream)
-            except BaseException:
-                stage.after = self._stream.record()
-                stage.after.wait()  # what was enqueued before the failure still runs, on slots and memory of others by then
-                raise
-            stage.after = self._stream.record()
-            return stage.after
 
 
 # --- on worker threads ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tiercache.kernels.device import Device, Event, Memory, Pool, Stream
 from tiercache.kernels.host import Bytes
 from tiercache.spec import Geometry
 from tiercache.storage.checksum import checksum
-from tiercache.storage.device_port import Way
+from tiercache.storage.device_way import Way
 from tiercache.storage.engine_memory import LayerRows, Numbers, put, take
 from tiercache.storage.layouts import SlotPlanes
 from tiercache.storage.neighbours import neighbours
